@@ -157,9 +157,14 @@ struct Layout {
   [[nodiscard]] int64_t FindTensor(const std::string& name) const;
 };
 
+// Which way a layout is used.
+enum class Side : uint8_t { kSource, kDestination };
+
 // Checks one rank's layout by itself: names unique, shapes legal, boxes inside their tensors,
-// bindings inside their buffers, no two bindings of a tensor overlap on the source side.
-[[nodiscard]] Status ValidateLayout(const Layout& layout);
+// bindings inside their buffers, dtypes as the side needs them, the boxes those of `world` where one
+// is set. A source must bind each element once; a destination may bind a box twice (one need, two
+// landings). Data pointers are not looked at. InvalidArgument names the tensor and the remedy.
+[[nodiscard]] Status ValidateLayout(const Layout& layout, Side side = Side::kSource);
 
 // Checks that bindings and padding fill every byte of every buffer exactly once (destinations).
 // The error names the buffer, the byte, and the binding or bindings.

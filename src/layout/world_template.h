@@ -51,11 +51,13 @@ struct DimSelect {
 
 // The boxes at given coordinates are all products of one interval of each dimension's entry.
 struct BoxProduct {
-  std::vector<DimSelect> dims;  // one per logical dimension
+  // One per logical dimension. A scalar has none (every rank holds it) or one that only says who
+  // holds it: its entries are [0, 1) or nothing; its box has no dimensions either way.
+  std::vector<DimSelect> dims;
   friend bool operator==(const BoxProduct&, const BoxProduct&) = default;
 };
 
-// Tensors with equal shape, dtype and boxes. A scalar's product has no dims and one box.
+// Tensors with equal shape, dtype and boxes.
 struct TemplateClass {
   std::vector<int64_t> shape;
   DType dtype = DType::kF32;  // publish dtype of a source, memory dtype of a destination
@@ -69,21 +71,42 @@ class WorldTemplate {
   std::vector<uint32_t> axis_sizes;  // of the mesh; empty: one rank
   std::vector<IntervalList> lists;
   std::vector<TemplateClass> classes;
-  std::vector<std::string> names;     // sorted, unique
-  std::vector<uint32_t> class_of;     // class index of each name
-  std::vector<Alias> aliases;         // sorted by name
-  std::vector<std::string> unused;    // patterns, sorted (destinations)
+  std::vector<std::string> names;   // sorted, unique
+  std::vector<uint32_t> class_of;   // class index of each name
+  std::vector<Alias> aliases;       // sorted by name
+  std::vector<std::string> unused;  // patterns, sorted (destinations)
 
   // The boxes of a class at coordinates, in canonical order (products in order, then row-major
-  // over the intervals), empty ones left out. Appends to `boxes`.
+  // over the intervals), a box that several products give only once. Appends to `boxes`.
   void BoxesOf(uint32_t class_index, std::span<const uint32_t> coordinates,
                std::vector<Box>* boxes) const;
+  // The entry of `select`'s list at coordinates; `coordinates` has one number per axis.
+  [[nodiscard]] uint32_t EntryOf(const DimSelect& select,
+                                 std::span<const uint32_t> coordinates) const;
   // Number of ranks: the product of the axis sizes.
   [[nodiscard]] uint64_t ranks() const;
+  // Index in `names`, or -1. Binary search.
+  [[nodiscard]] int64_t Find(std::string_view name) const;
+  // The coordinates of the rank with a row-major number (last axis fastest), as torch's DeviceMesh
+  // numbers ranks. `rank` < ranks().
+  [[nodiscard]] std::vector<uint32_t> CoordinatesOf(uint64_t rank) const;
 
-  // Canonical bytes: classes and lists interned and in order of first use by sorted names.
+  // Checks everything that the other functions rely on: indices, sizes, order, overflow, and that
+  // no rank has more than kMaxBoxes boxes. Parse and the builders return only valid templates.
+  [[nodiscard]] Status Validate() const;
+  static constexpr uint64_t kMaxBoxes = uint64_t{1} << 24;
+  static constexpr uint64_t kMaxRanks = uint64_t{1} << 24;
+  static constexpr size_t kMaxAxes = 16;
+
+  // Merges equal lists and classes, drops unused ones, sorts and renumbers by first use. What it
+  // means does not change. Names, aliases and unused may come in any order.
+  void Canonicalize();
+
+  // Canonical bytes: classes and lists interned and in order of first use by sorted names. Equal
+  // for templates that are equal once canonicalized. The template must be valid.
   [[nodiscard]] std::string Serialize() const;
-  // Parses untrusted bytes. Every index is checked; sizes are bounded by the input's length.
+  // Parses untrusted bytes: every index is checked, allocations stay within a small multiple of the
+  // input's length, and only canonical bytes are taken, so that one template has one digest.
   [[nodiscard]] static Result<WorldTemplate> Parse(std::string_view bytes);
 
   friend bool operator==(const WorldTemplate&, const WorldTemplate&) = default;
@@ -93,13 +116,14 @@ class WorldTemplate {
 // by equality; coordinates are empty.
 [[nodiscard]] Result<WorldTemplate> TemplateOf(const Layout& layout);
 
-// The layout's boxes must be those of its template at its coordinates.
+// The layout's boxes must be those of its template at its coordinates, as sets a tensor; so must
+// shapes and dtypes.
 [[nodiscard]] Status CheckAgainstTemplate(const Layout& layout, const WorldTemplate& world,
                                           std::span<const uint32_t> coordinates);
 
 // Where each box of a rank lies in its arena: tensors in name order, boxes in canonical order, each
 // box dense row-major in the class dtype and aligned to 256 bytes. A pure function of template and
-// coordinates, so that every peer computes the same offsets.
+// coordinates, so that every peer computes the same offsets. Gaps of alignment are never read.
 struct ArenaMap {
   struct Entry {
     uint32_t tensor;  // index in WorldTemplate::names
