@@ -1,0 +1,63 @@
+// What a receiver says to a source on a peer's control channel (docs/protocol.md, "peer calls").
+// Plain values; Encode and Decode are inverse; Decode of anything else gives kInvalidArgument.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "bascule/session.h"
+#include "bascule/status.h"
+#include "digest/digest.h"
+#include "layout/world_template.h"
+#include "session/programs.h"
+
+namespace bascule {
+
+enum class PeerMethod : uint8_t { kOpen = 1, kChecks = 2, kAudit = 3, kLease = 4, kDone = 5 };
+
+// Which sums an audit wants.
+enum class AuditScope : uint8_t {
+  kAllByLayer = 0,     // every tensor the receiver holds, summed per layer
+  kRotationByLayer = 1,  // InRotation(tensor, version) only, per layer
+  kAllByTensor = 2,    // drill-down
+};
+
+struct PeerRequest {
+  PeerMethod method = PeerMethod::kOpen;
+  VersionId id;
+  ContentDigest plan;      // of the engine's planner
+  std::string engine;
+  uint32_t rank = 0;       // in the engine
+  AuditScope scope = AuditScope::kAllByLayer;
+  std::vector<uint32_t> live;  // kAudit: trainer ranks that are counted, ascending
+};
+[[nodiscard]] std::string Encode(const PeerRequest& request);
+[[nodiscard]] Result<PeerRequest> DecodePeerRequest(std::string_view bytes);
+
+// Where a version lies on its source.
+struct OpenReply {
+  uint64_t generation = 0;
+  std::string header;                // region blob of the generation page
+  uint64_t header_offset = 0;        // of this version's cell in it
+  std::vector<std::string> regions;  // one arena, or with direct export one per buffer
+  uint64_t data_offset = 0;          // of the arena in its region
+  bool direct = false;
+  uint64_t layout_serial = 0;
+  // Direct export only: where each box lies (source_base counts regions), per tensor of the
+  // source's template.
+  std::vector<std::vector<SourcePlace>> places;
+};
+[[nodiscard]] std::string Encode(const OpenReply& reply);
+[[nodiscard]] Result<OpenReply> DecodeOpenReply(std::string_view bytes);
+
+// Sums by chunk (of the receiver's part, those of this source, ascending) or by audit row.
+struct SumsReply {
+  std::vector<std::string> names;  // kAudit: layers or tensors; empty for kChecks
+  std::vector<Sum> sums;
+};
+[[nodiscard]] std::string Encode(const SumsReply& reply);
+[[nodiscard]] Result<SumsReply> DecodeSumsReply(std::string_view bytes);
+
+}  // namespace bascule
