@@ -28,7 +28,7 @@ struct CopyShape {
   std::array<int64_t, kMaxDims> target_strides{};  // bytes
   std::array<int64_t, kMaxDims> tensor_strides{};  // elements of the logical tensor, row-major
   DType source = DType::kF32;
-  DType wire = DType::kF32;    // the digest is over these codes
+  DType wire = DType::kF32;  // the digest is over these codes
   DType target = DType::kF32;
   LandingFunction function = LandingFunction::kNone;  // applied between wire and target, in fp32
   friend bool operator==(const CopyShape&, const CopyShape&) = default;
@@ -36,14 +36,14 @@ struct CopyShape {
 
 // One strided copy: target = function(cast(source)).
 struct CopyOp {
-  uint32_t shape = 0;          // index in CopyProgram::shapes
-  uint32_t source_base = 0;    // index in the bases given at run time
+  uint32_t shape = 0;        // index in CopyProgram::shapes
+  uint32_t source_base = 0;  // index in the bases given at run time
   uint32_t target_base = 0;
-  uint32_t sum = kNoSum;       // index of the sum that the codes of this operation are added to
-  int64_t source_offset = 0;   // bytes from the base to the box's first element
+  uint32_t sum = kNoSum;      // index of the sum that the codes of this operation are added to
+  int64_t source_offset = 0;  // bytes from the base to the box's first element
   int64_t target_offset = 0;
   uint64_t tensor_key = 0;
-  int64_t first_element = 0;   // of the box, in checkpoint order
+  int64_t first_element = 0;  // of the box, in checkpoint order
 };
 
 struct CopyProgram {
@@ -56,6 +56,14 @@ struct CopyProgram {
   void Add(const CopyShape& shape, CopyOp op);
   // Bytes read plus bytes written by one run.
   [[nodiscard]] uint64_t Bytes() const;
+
+ private:
+  [[nodiscard]] uint32_t Intern(const CopyShape& shape);
+  void RebuildIndex(size_t slots);
+
+  // Add's open-addressed hash table of shape indices; rebuilt when `shapes` was changed by hand.
+  std::vector<uint32_t> index_;
+  size_t indexed_ = 0;
 };
 
 // A base with its size, so that a program can be checked before it runs.

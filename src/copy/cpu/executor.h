@@ -30,7 +30,8 @@ class CpuExecutor {
     // Operations [first, last) of the program only.
     uint32_t first_op = 0;
     uint32_t last_op = 0xFFFFFFFF;
-    // Asked between slices of a few MiB; true ends the run early with kAborted.
+    // Asked between slices of a few MiB, on the caller's thread only; true ends the run early with
+    // kAborted.
     std::function<bool()> cancelled;
   };
 
@@ -51,8 +52,10 @@ class CpuExecutor {
                                      std::span<const ConstMemory> sources, std::span<Sum> sums,
                                      const Options& options);
 
-  // Reads only: sums of what the *target* side holds, narrowed back to wire codes. Widened values
-  // that do not narrow back exactly change the sum. Operations with a landing function are skipped.
+  // Reads only: sums of what the *target* side holds, narrowed back to wire codes (NaN bits too:
+  // the widening cast is undone, unlike by the published narrowing). Widened values that do not
+  // narrow back exactly change the sum: they are left out of its element count. Operations with a
+  // landing function are skipped.
   [[nodiscard]] Status DigestTargets(const CopyProgram& program, std::span<const Memory> targets,
                                      std::span<Sum> sums, const Options& options);
 

@@ -1,0 +1,331 @@
+#include "copy/cpu/kernels.h"
+
+// See digest/digest.cc.
+#if defined(__x86_64__)
+#define HWY_BASELINE_TARGETS HWY_SSE4
+#endif
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "copy/cpu/kernels.cc"
+#include "hwy/foreach_target.h"
+// After foreach_target.h.
+#include "copy/cpu/cast-inl.h"
+#include "hwy/cache_control.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace bascule::HWY_NAMESPACE {
+
+// Copies a run: source codes -> wire codes, which are digested -> target codes.
+template <CodeKind kSource, CodeKind kWire, CodeKind kTarget, bool kDigest, bool kStore,
+          bool kNarrowBack>
+class RunCopier {
+ public:
+  HWY_INLINE explicit RunCopier(uint64_t tensor_key) : digester_(tensor_key) {}
+
+  HWY_INLINE void Run(const uint8_t* source, uint8_t* target, uint64_t count, uint64_t first,
+                      bool stream) {
+    source_ = source;
+    target_ = target;
+    left_ = count;
+    position_ = first * kWireBytes;
+    if (kStore && stream && count >= kStreamSteps * kStep) {
+      RunStreamed();
+    } else {
+      RunCached();
+    }
+  }
+
+  HWY_INLINE uint64_t Finish() { return kDigest ? digester_.Finish() : 0; }
+
+ private:
+  static constexpr size_t kSourceBytes = kCodeBytes<kSource>;
+  static constexpr size_t kWireBytes = kCodeBytes<kWire>;
+  static constexpr size_t kTargetBytes = kCodeBytes<kTarget>;
+  static constexpr size_t kStep = kStepCodes<kWire>;
+  static constexpr size_t kWireVectors = kStepBytes<kWire> / kVectorBytes;
+  // Shorter runs are not worth the partial steps that align them.
+  static constexpr size_t kStreamSteps = 4;
+
+  HWY_INLINE void RunCached() {
+    AlignToWord();
+    Steps<false>();
+    Part(left_);
+  }
+
+  HWY_INLINE void AlignToWord() {
+    if (!kDigest || kWireBytes == 4) return;
+    const size_t lead = position_ % 4 / kWireBytes;
+    if (lead != 0) Part(HWY_MIN(left_, uint64_t{kStep} - lead));
+  }
+
+  HWY_INLINE void RunStreamed() {
+    const size_t gap = (0 - reinterpret_cast<uintptr_t>(target_)) % kVectorBytes;
+    if (gap % kTargetBytes != 0) return RunCached();
+    const uint64_t head = gap / kTargetBytes;
+    if (kDigest && (position_ + head * kWireBytes) % 4 != 0) return RunApart(head);
+    Part(head);
+    Steps<true>();
+    Part(left_);
+  }
+
+  // Words of the digest and vectors of the target do not fall together: a block is digested, then
+  // copied out of the first-level cache.
+  HWY_NOINLINE void RunApart(uint64_t head) {
+    if constexpr (kDigest && kStore) {
+      RunCopier<kSource, kWire, kTarget, false, true, false> copier(0);
+      while (left_ > 0) {
+        const uint64_t count = HWY_MIN(left_, kBlockBytes + head);  // later ones start aligned
+        head = 0;
+        const uint8_t* source = source_;
+        uint8_t* target = target_;
+        const uint64_t left = left_;
+        left_ = count;
+        DigestOnly();
+        copier.Run(source, target, count, 0, true);
+        target_ = target + count * kTargetBytes;
+        left_ = left - count;
+      }
+    }
+  }
+
+  HWY_INLINE void DigestOnly() {
+    if constexpr (kDigest && kStore) {
+      RunCopier<kSource, kWire, kWire, true, false, false> reader(digester_);
+      reader.Run(source_, nullptr, left_, position_ / kWireBytes, false);
+      digester_ = reader.digester();
+      source_ += left_ * kSourceBytes;
+      position_ += left_ * kWireBytes;
+    }
+  }
+
+  template <bool kStream>
+  HWY_INLINE void Steps() {
+    if (kDigest) digester_.Seek(position_);
+    while (left_ >= kStep) {
+      uint64_t steps = left_ / kStep;
+      if (kDigest) steps = HWY_MIN(steps, uint64_t{digester_.VectorsLeft() / kWireVectors});
+      for (uint64_t i = 0; i < steps; ++i) Step<kStream>(true);
+      left_ -= steps * kStep;
+      if (kDigest) {
+        digester_.EndBlockIfFull();
+        if (left_ >= kStep) {  // this one may cross the end of the block
+          Step<kStream>(false);
+          left_ -= kStep;
+        }
+      }
+    }
+  }
+
+  template <bool kStream>
+  HWY_INLINE void Step(bool inside) {
+    const auto wire = ConvertCodes<kNarrowBack, kSource, kWire>(LoadCodes<kSource>(source_));
+    if constexpr (kDigest) AddCodes<kWire>(digester_, wire, inside);
+    if constexpr (kStore) {
+      StoreCodes<kStream, kTarget>(ConvertCodes<false, kWire, kTarget>(wire), target_);
+      target_ += kStepBytes<kTarget>;
+    }
+    source_ += kStepBytes<kSource>;
+    position_ += kStepBytes<kWire>;
+  }
+
+  // Fewer elements than a step, through the stack: nothing beyond them is touched.
+  HWY_INLINE void Part(uint64_t count) {
+    while (count > 0) {
+      const size_t lead = kDigest ? position_ % 4 / kWireBytes : 0;
+      const size_t part = static_cast<size_t>(HWY_MIN(count, uint64_t{kStep} - lead));
+      OnePart(part, lead);
+      count -= part;
+    }
+  }
+
+  HWY_NOINLINE void OnePart(size_t count, size_t lead) {
+    HWY_ALIGN uint8_t from[kStepBytes<kSource>] = {};
+    std::memcpy(from + lead * kSourceBytes, source_, count * kSourceBytes);
+    const auto wire = ConvertCodes<kNarrowBack, kSource, kWire>(LoadCodes<kSource>(from));
+    if constexpr (kDigest) {
+      digester_.Seek(position_);
+      AddCodes<kWire>(digester_, wire, false);
+    }
+    if constexpr (kStore) {
+      HWY_ALIGN uint8_t to[kStepBytes<kTarget>];
+      StoreCodes<false, kTarget>(ConvertCodes<false, kWire, kTarget>(wire), to);
+      std::memcpy(target_, to + lead * kTargetBytes, count * kTargetBytes);
+      target_ += count * kTargetBytes;
+    }
+    source_ += count * kSourceBytes;
+    position_ += count * kWireBytes;
+    left_ -= count;
+  }
+
+ public:
+  HWY_INLINE explicit RunCopier(const Digester& digester) : digester_(digester) {}
+  HWY_INLINE const Digester& digester() const { return digester_; }
+
+ private:
+  const uint8_t* source_ = nullptr;
+  uint8_t* target_ = nullptr;
+  uint64_t left_ = 0;      // elements
+  uint64_t position_ = 0;  // of the next element in the tensor's code string, in bytes
+  Digester digester_;
+};
+
+template <CodeKind kSource, CodeKind kWire, CodeKind kTarget, bool kDigest, bool kStore,
+          bool kNarrowBack = false>
+uint64_t CopyRows(const RowBlock& block) {
+  RunCopier<kSource, kWire, kTarget, kDigest, kStore, kNarrowBack> copier(block.tensor_key);
+  const uint8_t* source = reinterpret_cast<const uint8_t*>(block.source);
+  uint8_t* target = reinterpret_cast<uint8_t*>(block.target);
+  uint64_t first = static_cast<uint64_t>(block.first);
+  for (int64_t row = 0; row < block.rows; ++row) {
+    copier.Run(source, target, static_cast<uint64_t>(block.run), first, block.stream);
+    source += block.source_stride;
+    if (kStore) target += block.target_stride;
+    first += static_cast<uint64_t>(block.tensor_stride);
+  }
+  return copier.Finish();
+}
+
+// Uncast rows count in bytes.
+template <int64_t kBytes, bool kDigest, bool kStore>
+uint64_t CopyRawRows(const RowBlock& block) {
+  RowBlock bytes = block;
+  bytes.run *= kBytes;
+  bytes.tensor_stride *= kBytes;
+  bytes.first *= kBytes;
+  return CopyRows<CodeKind::kRaw, CodeKind::kRaw, CodeKind::kRaw, kDigest, kStore>(bytes);
+}
+
+template <bool kDigest, bool kStore>
+RowKernel PickRaw(int bytes) {
+  switch (bytes) {
+    case 1:
+      return &CopyRawRows<1, kDigest, kStore>;
+    case 2:
+      return &CopyRawRows<2, kDigest, kStore>;
+    case 4:
+      return &CopyRawRows<4, kDigest, kStore>;
+    default:
+      return &CopyRawRows<8, kDigest, kStore>;
+  }
+}
+
+template <CodeKind kSource, CodeKind kWire, CodeKind kTarget>
+RowKernel PickStore(bool digest) {
+  if constexpr (kSource == kWire && kWire == kTarget) {
+    return nullptr;  // raw
+  } else {
+    return digest ? &CopyRows<kSource, kWire, kTarget, true, true>
+                  : &CopyRows<kSource, kWire, kTarget, false, true>;
+  }
+}
+
+template <CodeKind kSource, CodeKind kWire>
+RowKernel PickCast(const KernelSpec& spec) {
+  if (!spec.store) {
+    if constexpr (kSource == kWire) {
+      return nullptr;  // raw
+    } else if constexpr (kSource == CodeKind::kF32) {
+      return spec.narrow_back ? &CopyRows<kSource, kWire, kWire, true, false, true>
+                              : &CopyRows<kSource, kWire, kWire, true, false>;
+    } else {
+      return &CopyRows<kSource, kWire, kWire, true, false>;
+    }
+  }
+  switch (CodeKindOf(spec.target)) {
+    case CodeKind::kF32:
+      return PickStore<kSource, kWire, CodeKind::kF32>(spec.digest);
+    case CodeKind::kBF16:
+      return PickStore<kSource, kWire, CodeKind::kBF16>(spec.digest);
+    case CodeKind::kF16:
+      return PickStore<kSource, kWire, CodeKind::kF16>(spec.digest);
+    case CodeKind::kRaw:
+      break;
+  }
+  return nullptr;
+}
+
+template <CodeKind kSource>
+RowKernel PickWire(const KernelSpec& spec) {
+  switch (CodeKindOf(spec.wire)) {
+    case CodeKind::kF32:
+      return PickCast<kSource, CodeKind::kF32>(spec);
+    case CodeKind::kBF16:
+      return PickCast<kSource, CodeKind::kBF16>(spec);
+    case CodeKind::kF16:
+      return PickCast<kSource, CodeKind::kF16>(spec);
+    case CodeKind::kRaw:
+      break;
+  }
+  return nullptr;
+}
+
+RowKernel PickKernel(const KernelSpec& spec) {
+  if (spec.source == spec.wire && (spec.wire == spec.target || !spec.store)) {
+    const int bytes = DTypeSize(spec.source);
+    if (!spec.store) return PickRaw<true, false>(bytes);
+    return spec.digest ? PickRaw<true, true>(bytes) : PickRaw<false, true>(bytes);
+  }
+  switch (CodeKindOf(spec.source)) {
+    case CodeKind::kF32:
+      return PickWire<CodeKind::kF32>(spec);
+    case CodeKind::kBF16:
+      return PickWire<CodeKind::kBF16>(spec);
+    case CodeKind::kF16:
+      return PickWire<CodeKind::kF16>(spec);
+    case CodeKind::kRaw:
+      break;
+  }
+  return nullptr;
+}
+
+template <CodeKind kNarrow>
+uint64_t CountInexactIn(const uint8_t* values, uint64_t count) {
+  constexpr size_t kStep = kStepCodes<CodeKind::kF32>;
+  uint64_t inexact = 0;
+  const auto count_in = [&](const uint8_t* from) {
+    const auto codes = LoadCodes<CodeKind::kF32>(from);
+    const auto narrow = ConvertCodes<true, CodeKind::kF32, kNarrow>(codes);
+    const auto back = ConvertCodes<false, kNarrow, CodeKind::kF32>(narrow);
+    inexact += hn::CountTrue(D32(), hn::Ne(back.low, codes.low));
+    inexact += hn::CountTrue(D32(), hn::Ne(back.high, codes.high));
+  };
+  for (; count >= kStep; count -= kStep, values += kStepBytes<CodeKind::kF32>) count_in(values);
+  if (count > 0) {
+    HWY_ALIGN uint8_t rest[kStepBytes<CodeKind::kF32>] = {};
+    std::memcpy(rest, values, count * 4);
+    count_in(rest);
+  }
+  return inexact;
+}
+
+uint64_t CountInexactBF16(const uint8_t* values, uint64_t count) {
+  return CountInexactIn<CodeKind::kBF16>(values, count);
+}
+
+uint64_t CountInexactF16(const uint8_t* values, uint64_t count) {
+  return CountInexactIn<CodeKind::kF16>(values, count);
+}
+
+}  // namespace bascule::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace bascule {
+
+HWY_EXPORT(PickKernel);
+HWY_EXPORT(CountInexactBF16);
+HWY_EXPORT(CountInexactF16);
+
+RowKernel FindRowKernel(const KernelSpec& spec) { return HWY_DYNAMIC_DISPATCH(PickKernel)(spec); }
+
+int64_t CountInexact(const std::byte* values, int64_t count, DType narrow) {
+  const auto* bytes = reinterpret_cast<const uint8_t*>(values);
+  const auto n = static_cast<uint64_t>(count);
+  return static_cast<int64_t>(narrow == DType::kBF16
+                                  ? HWY_DYNAMIC_DISPATCH(CountInexactBF16)(bytes, n)
+                                  : HWY_DYNAMIC_DISPATCH(CountInexactF16)(bytes, n));
+}
+
+void FlushStores() { hwy::FlushStream(); }
+
+}  // namespace bascule
+#endif  // HWY_ONCE

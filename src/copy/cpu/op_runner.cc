@@ -1,0 +1,351 @@
+#include "copy/cpu/op_runner.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "copy/cpu/executor.h"
+
+namespace bascule {
+namespace {
+
+// Tiles of transposes: this many bytes along both dimensions, two cache lines.
+constexpr int64_t kTileSide = 128;
+// Tiles fit the first-level cache.
+constexpr int64_t kTileBytes = 8192;
+// Runs longer than this may be cut.
+constexpr int64_t kLongRun = int64_t{256} << 10;
+// Shorter runs leave partial lines behind and are not stored past the cache.
+constexpr int64_t kStreamRun = 1024;
+
+// Strides in bytes of a two-dimensional block.
+struct Strides {
+  int64_t row;
+  int64_t column;
+};
+
+template <typename T>
+void CopyStrided(const std::byte* from, Strides from_strides, std::byte* to, Strides to_strides,
+                 int64_t rows, int64_t columns) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const std::byte* source = from + r * from_strides.row;
+    std::byte* target = to + r * to_strides.row;
+    for (int64_t c = 0; c < columns; ++c) {
+      T value;
+      std::memcpy(&value, source + c * from_strides.column, sizeof(T));
+      std::memcpy(target + c * to_strides.column, &value, sizeof(T));
+    }
+  }
+}
+
+void CopyStrided(int64_t width, const std::byte* from, Strides from_strides, std::byte* to,
+                 Strides to_strides, int64_t rows, int64_t columns) {
+  switch (width) {
+    case 1:
+      return CopyStrided<uint8_t>(from, from_strides, to, to_strides, rows, columns);
+    case 2:
+      return CopyStrided<uint16_t>(from, from_strides, to, to_strides, rows, columns);
+    case 4:
+      return CopyStrided<uint32_t>(from, from_strides, to, to_strides, rows, columns);
+    default:
+      return CopyStrided<uint64_t>(from, from_strides, to, to_strides, rows, columns);
+  }
+}
+
+// Walks the strided side's lines one after the other.
+void CopyTile(int64_t width, const std::byte* from, Strides from_strides, std::byte* to,
+              Strides to_strides, int64_t rows, int64_t columns, bool rows_inside) {
+  if (rows_inside) {
+    CopyStrided(width, from, {from_strides.column, from_strides.row}, to,
+                {to_strides.column, to_strides.row}, columns, rows);
+  } else {
+    CopyStrided(width, from, from_strides, to, to_strides, rows, columns);
+  }
+}
+
+void SwapDims(OpPlan* plan, size_t a, size_t b) {
+  std::swap(plan->extents[a], plan->extents[b]);
+  std::swap(plan->source_strides[a], plan->source_strides[b]);
+  std::swap(plan->target_strides[a], plan->target_strides[b]);
+  std::swap(plan->tensor_strides[a], plan->tensor_strides[b]);
+}
+
+// Puts beside the innermost dimension the one along which the strided side lies closest, so that a
+// tile uses whole cache lines of both sides.
+void PickTileRows(OpPlan* plan) {
+  if (plan->ndim < 2) return;
+  const auto& strides = plan->source_dense ? plan->target_strides : plan->source_strides;
+  size_t best = plan->ndim - 2;
+  for (size_t d = 0; d + 2 < plan->ndim; ++d) {
+    if (strides[d] < strides[best]) best = d;
+  }
+  for (size_t d = best; d + 2 < plan->ndim; ++d) SwapDims(plan, d, d + 1);
+}
+
+void SizeTiles(OpPlan* plan) {
+  const int64_t widest = std::max({plan->source_bytes, plan->wire_bytes, plan->target_bytes});
+  const int64_t side = kTileSide / std::min(plan->source_bytes, plan->target_bytes);
+  plan->tile_rows = plan->ndim < 2 ? 1 : std::min(side, plan->extents[plan->ndim - 2]);
+  plan->tile_columns =
+      std::min(plan->inner(), std::max(side, kTileBytes / (plan->tile_rows * widest)));
+}
+
+void CopyDims(const CopyShape& shape, RunMode mode, OpPlan* plan) {
+  plan->ndim = static_cast<size_t>(shape.ndim);
+  plan->elements = 1;
+  for (size_t d = 0; d < plan->ndim; ++d) {
+    plan->extents[d] = shape.extents[d];
+    plan->source_strides[d] =
+        mode == RunMode::kDigestTarget ? shape.target_strides[d] : shape.source_strides[d];
+    plan->target_strides[d] = shape.target_strides[d];
+    plan->tensor_strides[d] = shape.tensor_strides[d];
+    plan->elements *= shape.extents[d];
+  }
+  if (plan->ndim == 0 || plan->tensor_strides[plan->ndim - 1] != 1) {
+    plan->extents[plan->ndim] = 1;
+    plan->source_strides[plan->ndim] = plan->source_bytes;
+    plan->target_strides[plan->ndim] = plan->target_bytes;
+    plan->tensor_strides[plan->ndim] = 1;
+    ++plan->ndim;
+  }
+}
+
+void FindKernels(const CopyShape& shape, DType source, OpPlan* plan) {
+  KernelSpec spec;
+  spec.source = source;
+  spec.wire = shape.wire;
+  // A landing function takes wire codes.
+  spec.target = plan->function == LandingFunction::kNone ? shape.target : shape.wire;
+  spec.store = plan->store;
+  spec.narrow_back = plan->narrow_back;
+  spec.digest = true;
+  plan->digesting = FindRowKernel(spec);
+  spec.digest = false;
+  if (plan->store) plan->plain = FindRowKernel(spec);
+}
+
+float Apply(LandingFunction function, float value) {
+  switch (function) {
+    case LandingFunction::kNone:
+      return value;
+    case LandingFunction::kNegExp:
+      return -std::exp(value);  // libm's expf, element by element: the same on every machine
+  }
+  return value;
+}
+
+}  // namespace
+
+OpPlan PlanOf(const CopyShape& shape, RunMode mode) {
+  OpPlan plan;
+  const DType source = mode == RunMode::kDigestTarget ? shape.target : shape.source;
+  plan.store = mode == RunMode::kCopy;
+  plan.source_bytes = DTypeSize(source);
+  plan.wire_bytes = DTypeSize(shape.wire);
+  plan.target_bytes = DTypeSize(shape.target);
+  plan.wire = shape.wire;
+  plan.target = shape.target;
+  if (plan.store) plan.function = shape.function;
+  plan.narrow_back = mode == RunMode::kDigestTarget && shape.wire != shape.target &&
+                     Holds(shape.target, shape.wire);
+  CopyDims(shape, mode, &plan);
+  const size_t last = plan.ndim - 1;
+  plan.source_dense = plan.inner() == 1 || plan.source_strides[last] == plan.source_bytes;
+  plan.target_dense =
+      !plan.store || plan.inner() == 1 || plan.target_strides[last] == plan.target_bytes;
+  FindKernels(shape, source, &plan);
+  if (plan.source_dense && plan.target_dense && plan.function == LandingFunction::kNone) {
+    const int64_t run_bytes = plan.inner() * std::max(plan.source_bytes, plan.target_bytes);
+    plan.unit = run_bytes <= kLongRun ? plan.inner() : 4096;
+  } else {
+    if (!plan.source_dense || !plan.target_dense) PickTileRows(&plan);
+    SizeTiles(&plan);
+    plan.unit = plan.ndim < 2 ? plan.tile_columns : plan.tile_rows * plan.inner();
+  }
+  return plan;
+}
+
+const OpPlan& OpRunner::PlanFor(uint32_t shape) {
+  if (shape != planned_) {
+    plan_ = PlanOf(program_.shapes[shape], mode_);
+    planned_ = shape;
+  }
+  return plan_;
+}
+
+OpRunner::Position OpRunner::At(const CopyOp& op, const std::byte* source, std::byte* target,
+                                int64_t row, int64_t column, int64_t* rows_left) const {
+  const size_t last = plan_.ndim - 1;
+  Position at{source + column * plan_.source_strides[last],
+              target == nullptr ? nullptr : target + column * plan_.target_strides[last],
+              op.first_element + column * plan_.tensor_strides[last]};
+  *rows_left = 1;
+  for (size_t d = last; d-- > 0;) {
+    const int64_t index = d == 0 ? row : row % plan_.extents[d];
+    if (d != 0) row /= plan_.extents[d];
+    if (d + 1 == last) *rows_left = plan_.extents[d] - index;
+    at.source += index * plan_.source_strides[d];
+    if (target != nullptr) at.target += index * plan_.target_strides[d];
+    at.first += index * plan_.tensor_strides[d];
+  }
+  return at;
+}
+
+Sum OpRunner::Run(const CopyOp& op, const std::byte* source, std::byte* target, int64_t begin,
+                  int64_t end, bool digest) {
+  (void)PlanFor(op.shape);
+  digest_ = digest;
+  const int64_t inner = plan_.inner();
+  Sum sum;
+  while (begin < end) {
+    const int64_t column = begin % inner;
+    int64_t rows_left = 1;
+    const Position at = At(op, source, target, begin / inner, column, &rows_left);
+    int64_t rows = 1;
+    int64_t run = std::min(inner - column, end - begin);
+    if (run == inner) rows = std::min(rows_left, (end - begin) / inner);
+    sum += Rows(at, rows, run, op.tensor_key);
+    begin += rows * run;
+  }
+  return sum;
+}
+
+Sum OpRunner::Rows(const Position& at, int64_t rows, int64_t run, uint64_t tensor_key) {
+  const bool dense = plan_.source_dense && plan_.target_dense;
+  if (dense && plan_.function == LandingFunction::kNone) {
+    const size_t above = plan_.ndim - 2;
+    const bool one = plan_.ndim < 2;
+    RowBlock block;
+    block.source = at.source;
+    block.target = at.target;
+    block.run = run;
+    block.rows = rows;
+    block.source_stride = one ? 0 : plan_.source_strides[above];
+    block.target_stride = one ? 0 : plan_.target_strides[above];
+    block.tensor_stride = one ? 0 : plan_.tensor_strides[above];
+    block.first = at.first;
+    block.tensor_key = tensor_key;
+    block.stream = stream_ && run * plan_.target_bytes >= kStreamRun;
+    return DenseRows(block);
+  }
+  Sum sum;
+  const size_t last = plan_.ndim - 1;
+  for (int64_t column = 0; column < run; column += plan_.tile_columns) {
+    for (int64_t row = 0; row < rows; row += plan_.tile_rows) {
+      Position tile = at;
+      const int64_t row_stride_dim = plan_.ndim < 2 ? 0 : row;
+      const size_t above = plan_.ndim < 2 ? 0 : plan_.ndim - 2;
+      tile.source +=
+          row_stride_dim * plan_.source_strides[above] + column * plan_.source_strides[last];
+      if (plan_.store) {
+        tile.target +=
+            row_stride_dim * plan_.target_strides[above] + column * plan_.target_strides[last];
+      }
+      tile.first +=
+          row_stride_dim * plan_.tensor_strides[above] + column * plan_.tensor_strides[last];
+      sum += Tile(tile, std::min(plan_.tile_rows, rows - row),
+                  std::min(plan_.tile_columns, run - column), tensor_key);
+    }
+  }
+  return sum;
+}
+
+Sum OpRunner::DenseRows(const RowBlock& block) {
+  Sum sum;
+  if (!digest_) {
+    if (plan_.plain != nullptr) plan_.plain(block);
+    return sum;
+  }
+  sum.elements = static_cast<uint64_t>(block.rows * block.run);
+  if (!plan_.narrow_back) {
+    sum.digest = plan_.digesting(block);
+    return sum;
+  }
+  // What does not narrow back exactly is not counted. Chunks stay in the cache between the passes.
+  RowBlock chunk = block;
+  chunk.rows = 1;
+  for (int64_t row = 0; row < block.rows; ++row) {
+    for (int64_t column = 0; column < block.run; column += kTileBytes) {
+      chunk.source = block.source + row * block.source_stride + column * plan_.source_bytes;
+      chunk.first = block.first + row * block.tensor_stride + column;
+      chunk.run = std::min(kTileBytes, block.run - column);
+      sum.digest += plan_.digesting(chunk);
+      sum.elements -= static_cast<uint64_t>(CountInexact(chunk.source, chunk.run, plan_.wire));
+    }
+  }
+  return sum;
+}
+
+Sum OpRunner::Tile(const Position& at, int64_t rows, int64_t run, uint64_t tensor_key) {
+  const size_t last = plan_.ndim - 1;
+  const size_t above = plan_.ndim < 2 ? 0 : plan_.ndim - 2;
+  const size_t count = static_cast<size_t>(rows * run);
+  const Strides source_strides{plan_.source_strides[above], plan_.source_strides[last]};
+  const Strides target_strides{plan_.target_strides[above], plan_.target_strides[last]};
+  const bool landing = plan_.function != LandingFunction::kNone;
+
+  RowBlock block;
+  block.source = at.source;
+  block.source_stride = source_strides.row;
+  block.target = at.target;
+  block.target_stride = target_strides.row;
+  block.tensor_stride = plan_.tensor_strides[above];
+  block.rows = rows;
+  block.run = run;
+  block.first = at.first;
+  block.tensor_key = tensor_key;
+
+  if (!plan_.source_dense) {
+    gathered_.resize(std::max(gathered_.size(), count * static_cast<size_t>(plan_.source_bytes)));
+    const Strides dense{run * plan_.source_bytes, plan_.source_bytes};
+    CopyTile(plan_.source_bytes, at.source, source_strides, gathered_.data(), dense, rows, run,
+             rows > 1 && source_strides.row < source_strides.column);
+    block.source = gathered_.data();
+    block.source_stride = dense.row;
+  }
+  const Strides dense_target{run * plan_.target_bytes, plan_.target_bytes};
+  const bool scatter = !plan_.target_dense;
+  if (scatter) {
+    scattered_.resize(std::max(scattered_.size(), count * static_cast<size_t>(plan_.target_bytes)));
+    block.target = scattered_.data();
+    block.target_stride = dense_target.row;
+  }
+  if (!landing) {
+    const Sum sum = DenseRows(block);
+    if (scatter) {
+      CopyTile(plan_.target_bytes, scattered_.data(), dense_target, at.target, target_strides, rows,
+               run, rows > 1 && target_strides.row < target_strides.column);
+    }
+    return sum;
+  }
+  std::byte* const landed = block.target;
+  const int64_t landed_stride = block.target_stride;
+  wire_.resize(std::max(wire_.size(), count * static_cast<size_t>(plan_.wire_bytes)));
+  block.target = wire_.data();
+  block.target_stride = run * plan_.wire_bytes;
+  const Sum sum = DenseRows(block);
+  for (int64_t row = 0; row < rows; ++row) {
+    Land(wire_.data() + row * block.target_stride, landed + row * landed_stride, run);
+  }
+  if (scatter) {
+    CopyTile(plan_.target_bytes, scattered_.data(), dense_target, at.target, target_strides, rows,
+             run, rows > 1 && target_strides.row < target_strides.column);
+  }
+  return sum;
+}
+
+void OpRunner::Land(const std::byte* wire, std::byte* target, int64_t count) const {
+  const size_t wire_bytes = static_cast<size_t>(plan_.wire_bytes);
+  const size_t target_bytes = static_cast<size_t>(plan_.target_bytes);
+  for (int64_t i = 0; i < count; ++i, wire += wire_bytes, target += target_bytes) {
+    uint32_t code = 0;  // little-endian: the code is in the low bytes
+    std::memcpy(&code, wire, wire_bytes);
+    const float value = std::bit_cast<float>(CastCode(code, plan_.wire, DType::kF32));
+    const float result = Apply(plan_.function, value);
+    code = CastCode(std::bit_cast<uint32_t>(result), DType::kF32, plan_.target);
+    std::memcpy(target, &code, target_bytes);
+  }
+}
+
+}  // namespace bascule
