@@ -1,0 +1,11 @@
+// The parts of module bascule._bascule.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace bascule::python {
+
+void BindLayout(nanobind::module_& m);
+void BindSession(nanobind::module_& m);
+
+}  // namespace bascule::python
