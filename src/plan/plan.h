@@ -23,10 +23,10 @@ enum class Role : uint8_t { kTrainer = 0, kRollout = 1 };
 // One rank as the planner sees it.
 struct Member {
   Role role = Role::kTrainer;
-  std::string engine;              // of a rollout; empty for trainers
-  uint32_t rank = 0;               // in the trainer world, or in the engine
-  uint32_t node = 0;               // ranks with equal numbers can map each other's memory
-  uint32_t world_template = 0;     // index in World::templates
+  std::string engine;           // of a rollout; empty for trainers
+  uint32_t rank = 0;            // in the trainer world, or in the engine
+  uint32_t node = 0;            // ranks with equal numbers can map each other's memory
+  uint32_t world_template = 0;  // index in World::templates
   std::vector<uint32_t> coordinates;
 };
 
@@ -50,15 +50,15 @@ struct Chunk {
   uint32_t source = 0;  // member id
   uint32_t first_piece = 0;
   uint32_t piece_count = 0;
-  uint64_t bytes = 0;     // in wire dtypes
+  uint64_t bytes = 0;  // in wire dtypes
   uint64_t elements = 0;
 };
 
 // A tensor as it appears in a part.
 struct PartTensor {
-  std::string_view name;           // of the target of an alias; lives as long as the Planner
-  uint32_t destination_class = 0;  // class in the receiver's own template
-  uint32_t destination_name = 0;   // index in the receiver's template's names
+  std::string_view name;               // of the target of an alias; lives as long as the Planner
+  uint32_t destination_class = 0;      // class in the receiver's own template
+  uint32_t destination_name = 0;       // index in the receiver's template's names
   std::vector<uint32_t> source_names;  // per World::templates index: index in its names, or ~0u
   DType published = DType::kF32;
   DType wire = DType::kF32;
@@ -81,10 +81,10 @@ struct Part {
 
 // Bytes per second. 0 = unknown or not on any path (no bound from it).
 struct Rates {
-  uint64_t node_memory = 0;     // what a node can copy in all (bytes copied, not read + written)
-  uint64_t trainer_egress = 0;  // per trainer node
-  uint64_t rollout_egress = 0;  // per rollout node
-  uint64_t rollout_ingress = 0; // per rollout node
+  uint64_t node_memory = 0;      // what a node can copy in all (bytes copied, not read + written)
+  uint64_t trainer_egress = 0;   // per trainer node
+  uint64_t rollout_egress = 0;   // per rollout node
+  uint64_t rollout_ingress = 0;  // per rollout node
 };
 
 // The lower bound of EWTT, with its terms in nanoseconds (design section 1, "bound").
@@ -108,11 +108,11 @@ struct LinkUse {
 };
 
 struct Explanation {
-  std::vector<LinkUse> links;            // sorted by (source, target); none with 0 bytes
-  std::vector<uint64_t> fetched_bytes;   // per member
-  std::vector<uint64_t> served_bytes;    // per member
-  std::vector<uint64_t> from_outside;    // per member: fetched from other nodes
-  uint64_t worst_source_bytes = 0;       // largest served_bytes of a trainer
+  std::vector<LinkUse> links;           // sorted by (source, target); none with 0 bytes
+  std::vector<uint64_t> fetched_bytes;  // per member
+  std::vector<uint64_t> served_bytes;   // per member
+  std::vector<uint64_t> from_outside;   // per member: fetched from other nodes
+  uint64_t worst_source_bytes = 0;      // largest served_bytes of a trainer
 };
 
 // The prepared plan of one membership. Immutable after Prepare; const methods are thread-safe.
