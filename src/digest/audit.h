@@ -7,6 +7,7 @@
 #include <functional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "bascule/layout.h"
@@ -23,23 +24,31 @@ struct StridedBox {
   DType dtype = DType::kF32;
 };
 
-// The sum of `want` (inside memory.box) in wire dtype codes: casts the memory's values to `wire` by
-// the published rule. `shape` is the whole tensor's. A widened value that does not narrow back
-// exactly (memory dtype wider than wire, value not representable) is counted in *inexact when given.
+// The sum of `want` (inside memory.box) in wire dtype codes; `shape` is the whole tensor's. Types
+// must be castable (dtype.h). Reads host memory only.
+//  - Without `inexact`, values are cast to `wire` by the published rule: what a source publishes.
+//  - With `inexact`, the memory is what a destination landed: where its dtype holds every value of
+//    `wire`, the cast that undoes widening is used (NaN bits are kept), and values that are not
+//    values of `wire` are added to *inexact. Their digest then says nothing: a count above 0 is a
+//    mismatch.
 [[nodiscard]] Sum SumBox(const StridedBox& memory, const Box& want, std::span<const int64_t> shape,
                          DType wire, uint64_t tensor_key, uint64_t* inexact = nullptr);
 
 // Per-tensor sums of a whole layout: sums[i] is over every binding of tensors[i] in the wire dtype
-// wire_of(i) (overlapping bindings of one tensor: each element once per distinct box; bindings whose
-// boxes are equal must have equal sums, else the error is kDataLoss naming the tensor). Bindings
-// with a landing function are skipped. `selected(i)` false leaves a tensor out.
+// wire_of(i) (each distinct box once; bindings whose boxes are equal must have equal sums, else the
+// error is kDataLoss naming the tensor). Bindings with a landing function are skipped.
+// `selected(i)` false leaves a tensor out. `side` tells how SumBox casts; a destination's values
+// that are not values of the wire dtype are kDataLoss too. `cancelled` is asked every few MiB; true
+// ends the walk with kAborted. Buffers in device memory are kUnimplemented.
 [[nodiscard]] Result<std::vector<Sum>> SumLayout(const Layout& layout,
                                                  const std::function<DType(uint32_t)>& wire_of,
                                                  const std::function<bool(uint32_t)>& selected,
-                                                 const std::function<bool()>& cancelled = {});
+                                                 const std::function<bool()>& cancelled = {},
+                                                 Side side = Side::kDestination);
 
 // The layer a tensor belongs to, for reports and audit rows: the name up to and including the first
-// all-digit component ("model.layers.12"), or the name without its last component. Stable.
+// all-digit component ("model.layers.12"), else the name without its last component ("model" of
+// "model.norm"), else, of a name of one component, the name. Stable.
 [[nodiscard]] std::string LayerOf(std::string_view tensor_name);
 
 // The tensors that version `version` audits in the background: 1/16 of the names, rotating, so that
@@ -48,7 +57,7 @@ struct StridedBox {
   return (Mix64(tensor_key) + version) % 16 == 0;
 }
 
-// Sum of the bytes that padding covers, for "a commit never changes padding".
+// Sum of the bytes that padding covers, for "a commit never changes padding". Host memory only.
 [[nodiscard]] uint64_t SumPadding(const Layout& layout);
 
 }  // namespace bascule
