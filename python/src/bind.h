@@ -6,6 +6,7 @@
 namespace bascule::python {
 
 void BindLayout(nanobind::module_& m);
+void BindMeshes(nanobind::module_& m);
 void BindSession(nanobind::module_& m);
 
 }  // namespace bascule::python

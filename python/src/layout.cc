@@ -21,20 +21,6 @@ namespace {
 
 using IntervalPairs = std::vector<std::pair<int64_t, int64_t>>;
 
-void CheckDims(size_t ndim) {
-  if (ndim > static_cast<size_t>(kMaxDims)) {
-    Raise(Status(Code::kInvalidArgument, "a tensor has at most " + std::to_string(kMaxDims) +
-                                             " dimensions, not " + std::to_string(ndim)));
-  }
-}
-
-Box ToBox(const IntervalPairs& pairs) {
-  CheckDims(pairs.size());
-  std::vector<Interval> dims;
-  for (const auto& [begin, end] : pairs) dims.push_back({begin, end});
-  return Box(dims);
-}
-
 IntervalPairs ToPairs(const Box& box) {
   IntervalPairs pairs;
   for (int d = 0; d < box.ndim(); ++d) pairs.emplace_back(box[d].begin, box[d].end);
@@ -44,8 +30,6 @@ IntervalPairs ToPairs(const Box& box) {
 std::vector<int64_t> StridesOf(const Binding& binding) {
   return {binding.byte_strides.begin(), binding.byte_strides.begin() + binding.box.ndim()};
 }
-
-uint32_t Index(size_t size) { return static_cast<uint32_t>(size); }
 
 void BindEnums(nb::module_& m) {
   nb::enum_<DType>(m, "DType", "The type of an element, by its safetensors name.")
@@ -72,7 +56,19 @@ void BindEnums(nb::module_& m) {
 }
 
 void BindParts(nb::module_& m) {
-  nb::class_<LogicalTensor>(m, "LogicalTensor", "A tensor of the checkpoint.")
+  nb::class_<LogicalTensor>(m, "LogicalTensor",
+                            "A tensor of the checkpoint.\n\n"
+                            "Parameters\n----------\n"
+                            "name, shape\n    Its own.\n"
+                            "dtype\n    A source's publish dtype, a destination's own dtype.\n"
+                            "derived\n    True for scales and codes of quantized tensors.")
+      .def(
+          "__init__",
+          [](LogicalTensor* self, std::string name, std::vector<int64_t> shape, DType dtype,
+             bool derived) {
+            new (self) LogicalTensor{std::move(name), std::move(shape), dtype, derived};
+          },
+          nb::arg("name"), nb::arg("shape"), nb::arg("dtype"), nb::arg("derived") = false)
       .def_ro("name", &LogicalTensor::name)
       .def_ro("shape", &LogicalTensor::shape)
       .def_ro("dtype", &LogicalTensor::dtype)
@@ -114,72 +110,13 @@ void BindParts(nb::module_& m) {
 
 void BindLayoutClass(nb::module_& m) {
   nb::class_<Layout>(m, "Layout", "All bindings of one rank, without the owners of its memory.")
-      .def(nb::init<>())
       .def_ro("tensors", &Layout::tensors)
       .def_ro("buffers", &Layout::buffers)
       .def_ro("bindings", &Layout::bindings)
       .def_ro("aliases", &Layout::aliases)
       .def_ro("padding", &Layout::padding)
-      .def_rw("unused", &Layout::unused)
+      .def_ro("unused", &Layout::unused)
       .def_ro("coordinates", &Layout::coordinates)
-      .def(
-          "add_tensor",
-          [](Layout& self, std::string name, std::vector<int64_t> shape, DType dtype,
-             bool derived) {
-            CheckDims(shape.size());
-            self.tensors.push_back({std::move(name), std::move(shape), dtype, derived});
-            return Index(self.tensors.size() - 1);
-          },
-          nb::arg("name"), nb::arg("shape"), nb::arg("dtype"), nb::arg("derived") = false,
-          "Add a tensor; its index.")
-      .def(
-          "add_buffer",
-          [](Layout& self, std::string name, uintptr_t address, uint64_t bytes, MemoryKind kind,
-             int device, int fd, uint64_t fd_offset) {
-            self.buffers.push_back({.name = std::move(name),
-                                    .data = reinterpret_cast<std::byte*>(address),
-                                    .bytes = bytes,
-                                    .kind = kind,
-                                    .device = device,
-                                    .fd = fd,
-                                    .fd_offset = fd_offset});
-            return Index(self.buffers.size() - 1);
-          },
-          nb::arg("name"), nb::arg("address"), nb::arg("bytes"),
-          nb::arg("kind") = MemoryKind::kHost, nb::arg("device") = -1, nb::arg("fd") = -1,
-          nb::arg("fd_offset") = 0, "Add memory; its index.")
-      .def(
-          "add_binding",
-          [](Layout& self, uint32_t tensor, uint32_t buffer, const IntervalPairs& box,
-             int64_t byte_offset, const std::vector<int64_t>& byte_strides, DType dtype,
-             LandingFunction function) {
-            if (byte_strides.size() != box.size()) {
-              Raise(Status(Code::kInvalidArgument, "a binding has one stride for each dimension"));
-            }
-            Binding binding{.tensor = tensor,
-                            .buffer = buffer,
-                            .box = ToBox(box),
-                            .byte_offset = byte_offset,
-                            .dtype = dtype,
-                            .function = function};
-            std::copy(byte_strides.begin(), byte_strides.end(), binding.byte_strides.begin());
-            self.bindings.push_back(binding);
-          },
-          nb::arg("tensor"), nb::arg("buffer"), nb::arg("box"), nb::arg("byte_offset"),
-          nb::arg("byte_strides"), nb::arg("dtype"),
-          nb::arg("function") = LandingFunction::kNone, "Bind a box of a tensor to memory.")
-      .def(
-          "add_alias",
-          [](Layout& self, std::string name, std::string target) {
-            self.aliases.push_back({std::move(name), std::move(target)});
-          },
-          nb::arg("name"), nb::arg("target"))
-      .def(
-          "add_padding",
-          [](Layout& self, uint32_t buffer, uint64_t offset, uint64_t bytes, uint64_t count,
-             uint64_t stride) { self.padding.push_back({buffer, offset, bytes, count, stride}); },
-          nb::arg("buffer"), nb::arg("offset"), nb::arg("bytes"), nb::arg("count") = 1,
-          nb::arg("stride") = 0)
       .def("validate",
            [](const Layout& self) { Check(WithoutGil([&] { return ValidateLayout(self); })); })
       .def("check_destination_coverage", [](const Layout& self) {

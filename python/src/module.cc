@@ -10,6 +10,7 @@ NB_MODULE(_bascule, m) {
   // What the exit of the interpreter leaves alive is a session cut short, not a leak to report.
   nb::set_leak_warnings(false);
   BindLayout(m);
+  BindMeshes(m);
   BindSession(m);
   m.def(
       "wait_abandoned", [](double timeout) { return WaitAbandoned(DeadlineIn(timeout)); },

@@ -1,0 +1,319 @@
+"""Arrays of numpy, torch and others as memory: address, shape, strides, type and owner."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bascule._bascule import DType, MemoryKind
+from bascule.errors import InvalidArgument
+
+__all__ = ["ArrayView", "as_dtype", "gaps", "view_of"]
+
+_NAMES: dict[str, DType] = {
+    **{dtype.name: dtype for dtype in DType},
+    "FLOAT32": DType.F32,
+    "FLOAT": DType.F32,
+    "FP32": DType.F32,
+    "BFLOAT16": DType.BF16,
+    "FLOAT16": DType.F16,
+    "HALF": DType.F16,
+    "FP16": DType.F16,
+    "FLOAT64": DType.F64,
+    "DOUBLE": DType.F64,
+    "FLOAT8_E4M3FN": DType.F8_E4M3,
+    "FLOAT8_E5M2": DType.F8_E5M2,
+    "INT64": DType.I64,
+    "INT32": DType.I32,
+    "INT16": DType.I16,
+    "INT8": DType.I8,
+    "UINT8": DType.U8,
+}
+
+FLOATING = frozenset({DType.F64, DType.F32, DType.BF16, DType.F16, DType.F8_E4M3, DType.F8_E5M2})
+
+
+def as_dtype(dtype: Any) -> DType:
+    """Return the `DType` of a name, a torch dtype or a numpy dtype.
+
+    Parameters
+    ----------
+    dtype
+        E.g. ``"bf16"``, ``"BF16"``, ``"bfloat16"``, ``torch.bfloat16``, ``np.float32``.
+    """
+    if isinstance(dtype, DType):
+        return dtype
+    if isinstance(dtype, (np.dtype, type)):
+        name = np.dtype(dtype).name
+    else:
+        name = str(dtype).removeprefix("torch.")
+    found = _NAMES.get(name.upper())
+    if found is None:
+        raise InvalidArgument(f"no element type is named {dtype!r}; e.g. 'bf16', 'float32'")
+    return found
+
+
+@dataclass(frozen=True)
+class ArrayView:
+    """Where the elements of an array lie.
+
+    Attributes
+    ----------
+    address
+        Of the first element.
+    byte_strides
+        One for each dimension, none negative.
+    owner
+        The object that keeps the memory alive.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    byte_strides: tuple[int, ...]
+    dtype: DType
+    owner: object
+    readonly: bool = False
+    kind: MemoryKind = MemoryKind.HOST
+    device: int = -1
+    fd: int = -1
+    fd_offset: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        size = 1
+        for extent in self.shape:
+            size *= extent
+        return size
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first byte to the end of the last element."""
+        if self.size == 0:
+            return 0
+        steps = zip(self.shape, self.byte_strides, strict=True)
+        return sum((n - 1) * stride for n, stride in steps) + self.dtype.itemsize
+
+    @property
+    def dense(self) -> bool:
+        """True when the elements lie one after another, row-major."""
+        return self.byte_strides == dense_strides(self.shape, self.dtype.itemsize)
+
+
+def dense_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Return the byte strides of a row-major array; those of extents of 1 count as well."""
+    strides = []
+    stride = itemsize
+    for extent in reversed(shape):
+        strides.append(stride)
+        stride *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+def view_of(name: str, array: Any) -> ArrayView:
+    """Return the memory of an array.
+
+    Parameters
+    ----------
+    name
+        For messages.
+    array
+        A numpy array, a torch tensor, or an object with ``__cuda_array_interface__``,
+        ``__array_interface__`` or ``__dlpack__``.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _view_of_torch(name, array, torch)
+    if hasattr(array, "__cuda_array_interface__"):
+        return _view_of_interface(name, array, array.__cuda_array_interface__, MemoryKind.DEVICE)
+    if isinstance(array, np.ndarray):
+        return _view_of_numpy(name, array, array)
+    if hasattr(array, "__array_interface__"):
+        return _view_of_interface(name, array, array.__array_interface__, MemoryKind.HOST)
+    if hasattr(array, "__dlpack__"):
+        return _view_of_numpy(name, np.from_dlpack(array), array)
+    raise InvalidArgument(
+        f"{type(array).__name__} is no array: give a numpy array, a torch tensor, or an object "
+        "with __array_interface__ or __dlpack__",
+        tensor=name,
+    )
+
+
+def _checked(name: str, view: ArrayView) -> ArrayView:
+    if any(
+        stride < 0 or (stride == 0 and extent > 1 and view.size > 0)
+        for stride, extent in zip(view.byte_strides, view.shape, strict=True)
+    ):
+        raise InvalidArgument(
+            "a view with negative or zero strides (flipped or expanded) has no memory of its own "
+            "for each element; give a copy",
+            tensor=name,
+        )
+    return view
+
+
+def _view_of_numpy(name: str, array: npt.NDArray[Any], owner: object) -> ArrayView:
+    dtype = array.dtype
+    if dtype.byteorder == (">" if sys.byteorder == "little" else "<"):
+        raise InvalidArgument(f"{dtype!r} is not in this machine's byte order", tensor=name)
+    try:
+        element = as_dtype(dtype)
+    except InvalidArgument as error:
+        raise InvalidArgument(error.message, tensor=name) from None
+    return _checked(
+        name,
+        ArrayView(
+            address=array.ctypes.data,
+            shape=array.shape,
+            byte_strides=array.strides,
+            dtype=element,
+            owner=(array, owner),
+            readonly=not array.flags.writeable,
+        ),
+    )
+
+
+def _view_of_interface(
+    name: str, array: Any, interface: dict[str, Any], kind: MemoryKind
+) -> ArrayView:
+    shape = tuple(interface["shape"])
+    element = as_dtype(getattr(array, "dtype", interface["typestr"]))
+    address, readonly = interface["data"]
+    device = int(getattr(getattr(array, "device", None), "id", 0))
+    return _checked(
+        name,
+        ArrayView(
+            address=address,
+            shape=shape,
+            byte_strides=tuple(
+                interface.get("strides") or dense_strides(shape, element.itemsize)
+            ),
+            dtype=element,
+            owner=array,
+            readonly=bool(readonly),
+            kind=kind,
+            device=device if kind is MemoryKind.DEVICE else -1,
+        ),
+    )
+
+
+def _view_of_torch(name: str, tensor: Any, torch: Any) -> ArrayView:
+    if hasattr(tensor, "to_local"):
+        raise InvalidArgument(
+            "a DTensor needs its mesh: use bascule.integrations.torch.layout_of", tensor=name
+        )
+    if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
+        raise InvalidArgument(
+            f"a {tensor.layout} tensor on {tensor.device.type!r} has no memory that can be read; "
+            "give a dense one on the CPU or a CUDA device",
+            tensor=name,
+        )
+    # A parameter can be rebound to other storage; its detached twin cannot.
+    owner = tensor.detach()
+    element = as_dtype(tensor.dtype)
+    kind, device, fd, fd_offset = MemoryKind.HOST, -1, -1, 0
+    if tensor.device.type == "cuda":
+        kind, device = MemoryKind.DEVICE, tensor.get_device()
+    else:
+        fd = _shared_fd(owner, torch)
+        if fd >= 0:
+            kind = MemoryKind.SHARED
+            fd_offset = owner.data_ptr() - owner.untyped_storage().data_ptr()
+    return _checked(
+        name,
+        ArrayView(
+            address=tensor.data_ptr(),
+            shape=tuple(tensor.shape),
+            byte_strides=tuple(stride * element.itemsize for stride in tensor.stride()),
+            dtype=element,
+            owner=owner,
+            kind=kind,
+            device=device,
+            fd=fd,
+            fd_offset=fd_offset,
+        ),
+    )
+
+
+def _shared_fd(tensor: Any, torch: Any) -> int:
+    """Return the descriptor of a shared CPU storage, which stays the storage's; -1 if none."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0 or not storage.is_shared():
+        return -1
+    # Storages shared by file name have no descriptor, and asking would move them.
+    if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
+        return -1
+    fd, _ = storage._share_fd_cpu_()
+    return int(fd)
+
+
+def gaps(
+    views: Sequence[ArrayView], begin: int, end: int
+) -> list[tuple[int, int, int, int]]:
+    """Return the bytes of ``[begin, end)`` that no view covers, as (offset, bytes, count, stride).
+
+    Parameters
+    ----------
+    views
+        Whose elements do not overlap.
+    begin, end
+        Addresses; the offsets count from ``begin``.
+    """
+    if sum(view.size * view.dtype.itemsize for view in views) == end - begin:
+        return []
+    starts_of, sizes_of = [], []
+    for view in views:
+        starts, size = _runs(view)
+        starts_of.append(starts)
+        sizes_of.append(np.full(len(starts), size, np.int64))
+    starts = np.concatenate(starts_of)
+    order = np.argsort(starts)
+    starts = starts[order]
+    ends = starts + np.concatenate(sizes_of)[order]
+    gap_begin = np.concatenate(([begin], np.maximum.accumulate(ends)))
+    gap_bytes = np.concatenate((starts, [end])) - gap_begin
+    empty = gap_bytes > 0
+    return _series(gap_begin[empty] - begin, gap_bytes[empty])
+
+
+def _runs(view: ArrayView) -> tuple[npt.NDArray[np.int64], int]:
+    """Return the addresses of a view's contiguous runs and the bytes of each."""
+    size = view.dtype.itemsize
+    starts = np.array([view.address], np.int64)
+    dims = sorted(
+        (stride, extent)
+        for stride, extent in zip(view.byte_strides, view.shape, strict=True)
+        if extent != 1
+    )
+    for stride, extent in dims:
+        if len(starts) == 1 and stride == size:
+            size *= extent
+        else:
+            steps = np.arange(extent, dtype=np.int64) * stride
+            starts = (starts[:, None] + steps[None, :]).ravel()
+    return starts, size
+
+
+def _series(
+    offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
+) -> list[tuple[int, int, int, int]]:
+    """Group runs of one size at equal distances."""
+    series: list[tuple[int, int, int, int]] = []
+    i = 0
+    while i < len(offsets):
+        count = 1
+        stride = int(offsets[i + 1] - offsets[i]) if i + 1 < len(offsets) else 0
+        while (
+            i + count < len(offsets)
+            and sizes[i + count] == sizes[i]
+            and offsets[i + count] - offsets[i + count - 1] == stride
+        ):
+            count += 1
+        series.append((int(offsets[i]), int(sizes[i]), count, stride if count > 1 else 0))
+        i += count
+    return series

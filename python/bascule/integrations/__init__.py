@@ -1,0 +1,1 @@
+"""Layouts of frameworks. Each module imports its framework; nothing else of bascule does."""

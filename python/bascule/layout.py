@@ -1,0 +1,402 @@
+"""Layouts: how the tensors of a checkpoint lie in the memory of one rank.
+
+`Layout.from_arrays` serves whole tensors. `LayoutBuilder` serves tensors that are cut over a mesh
+of ranks, fused, stacked, interleaved or padded::
+
+    mesh = Mesh(["dp", "tp"], [4, 2])
+    builder = LayoutBuilder(mesh, [3, 1])
+    builder.add(fused_qkv(q, k, v, 8, "tp"), qkv_proj.weight)
+    layout = builder.build()
+
+For torch modules see `bascule.integrations.torch`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from bascule import _bascule
+from bascule._arrays import FLOATING, ArrayView, as_dtype, gaps, view_of
+from bascule._bascule import (
+    Block,
+    DType,
+    FlatBuffer,
+    FlatTensor,
+    LandingFunction,
+    LogicalTensor,
+    MemoryKind,
+    Mesh,
+    Placement,
+    at,
+    fused_gate_up,
+    fused_qkv,
+    replicate,
+    shard,
+    shard_padded,
+    shard_parts,
+    strided_shard,
+)
+from bascule.errors import InvalidArgument
+
+__all__ = [
+    "Block",
+    "DType",
+    "FlatBuffer",
+    "FlatTensor",
+    "LandingFunction",
+    "Layout",
+    "LayoutBuilder",
+    "LogicalTensor",
+    "MemoryKind",
+    "Mesh",
+    "Placement",
+    "as_dtype",
+    "at",
+    "fused_gate_up",
+    "fused_qkv",
+    "replicate",
+    "shard",
+    "shard_padded",
+    "shard_parts",
+    "strided_shard",
+]
+
+
+class Layout:
+    """All of one rank's tensors and where they lie, with what keeps that memory alive.
+
+    Made by `from_arrays`, `LayoutBuilder.build` or an integration. A sender or receiver that uses
+    a layout keeps it, and so the arrays, alive.
+    """
+
+    def __init__(
+        self, native: _bascule.Layout, owners: Iterable[object] = (), readonly: Sequence[str] = ()
+    ) -> None:
+        self._native = native
+        self._owners = tuple(owners)
+        self._readonly = tuple(readonly)
+
+    def __repr__(self) -> str:
+        held = sum(buffer.bytes for buffer in self._native.buffers)
+        return (
+            f"Layout({len(self._native.tensors)} tensors, {len(self._native.bindings)} boxes, "
+            f"{held} bytes)"
+        )
+
+    @classmethod
+    def from_arrays(
+        cls,
+        arrays: Mapping[str, Any],
+        *,
+        publish_dtype: Any = None,
+        names: Mapping[str, str] | Callable[[str], str] | None = None,
+        aliases: Mapping[str, str] | None = None,
+        unused: Iterable[str] = (),
+    ) -> Self:
+        """Lay out whole tensors, each in an array of its own shape.
+
+        Parameters
+        ----------
+        arrays
+            Name to numpy array, torch tensor, or an object with ``__array_interface__`` or
+            ``__dlpack__``. Strided views are used in place; the bytes between their elements are
+            declared as padding. Arrays that are the same memory become aliases.
+        publish_dtype
+            Senders: what crosses where it is not the array's own type. One for all tensors of
+            floating point, or a mapping by name.
+        names
+            From the names in ``arrays`` to those of the checkpoint.
+        aliases
+            Tied tensors without an array of their own: name to target, checkpoint names.
+        unused
+            Receivers: tensors of the sender that are not wanted; a trailing ``*`` matches any end.
+        """
+        builder = LayoutBuilder()
+        dtype_of = publish_dtypes(publish_dtype)
+        rename = renames(names)
+        first_of: dict[tuple[object, ...], str] = {}
+        for key, array in arrays.items():
+            view = view_of(key, array)
+            name = rename(key)
+            dtype = dtype_of(key, view.dtype)
+            identity = (view.address, view.shape, view.byte_strides, view.dtype, dtype)
+            target = first_of.setdefault(identity, name) if view.size > 0 else name
+            if target == name:
+                block = Block.of(LogicalTensor(name, list(view.shape), dtype))
+                builder.add_view(block, view, name=key)
+            else:
+                builder.add_alias(name, target)
+        for name, target in (aliases or {}).items():
+            builder.add_alias(name, target)
+        for pattern in unused:
+            builder.add_unused(pattern)
+        layout = builder.build()
+        return cls(layout.native, layout._owners, layout._readonly)
+
+    @property
+    def native(self) -> _bascule.Layout:
+        """The layout as the core has it: tensors, buffers, bindings, aliases, padding."""
+        return self._native
+
+    @property
+    def tensors(self) -> dict[str, LogicalTensor]:
+        """The tensors that this rank holds, by name."""
+        return {tensor.name: tensor for tensor in self._native.tensors}
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Tied tensors: name to target."""
+        return {alias.name: alias.target for alias in self._native.aliases}
+
+    def boxes(self) -> dict[str, list[tuple[tuple[int, int], ...]]]:
+        """Return the boxes of each tensor that this rank holds, a (begin, end) a dimension."""
+        boxes: dict[str, list[tuple[tuple[int, int], ...]]] = {name: [] for name in self.tensors}
+        names = list(boxes)
+        for binding in self._native.bindings:
+            boxes[names[binding.tensor]].append(tuple(binding.box))
+        return {name: sorted(found) for name, found in boxes.items()}
+
+    def validate(self) -> None:
+        """Raise what is wrong with this rank's layout by itself."""
+        self._native.validate()
+
+    def check_destination_coverage(self) -> None:
+        """Raise if a byte of the buffers is filled by nothing or twice, as receivers must not."""
+        self._native.check_destination_coverage()
+
+    def require_writable(self) -> None:
+        """Raise `bascule.InvalidArgument` if an array is read-only, as receivers' must not be."""
+        if self._readonly:
+            raise InvalidArgument(
+                "the array is read-only, so nothing can be received into it; give a copy",
+                tensor=self._readonly[0],
+            )
+
+
+@dataclass
+class _Entry:
+    block: Block | FlatBuffer
+    view: ArrayView
+    name: str
+
+
+class LayoutBuilder:
+    """Builds the layout of a rank of a declared mesh.
+
+    Every rank adds the same blocks in the same order, so that all ranks share one description of
+    the world; each gives the arrays that it holds.
+
+    Parameters
+    ----------
+    mesh
+        The grid of ranks; none: one rank.
+    coordinates
+        This rank's place in it.
+    """
+
+    def __init__(self, mesh: Mesh | None = None, coordinates: Sequence[int] = ()) -> None:
+        self._native = _bascule.LayoutBuilder(mesh or Mesh(), list(coordinates))
+        self._entries: list[_Entry] = []
+
+    def local_shape(self, block: Block) -> tuple[int, ...] | None:
+        """Return the shape of a block's array on this rank.
+
+        Parameters
+        ----------
+        block
+            Need not have been added.
+
+        Returns
+        -------
+        tuple of int, or None
+            None where all of it is at other ranks.
+        """
+        shape = self._native.local_shape(block)
+        return None if shape is None else tuple(shape)
+
+    def add(self, block: Block, array: Any = None, *, name: str = "") -> Self:
+        """Add a block and the array that holds this rank's part of it.
+
+        Parameters
+        ----------
+        block
+            How the array is made of parts of tensors.
+        array
+            As for `Layout.from_arrays`; may be None where the rank holds nothing of it.
+        name
+            Of the array, for messages.
+        """
+        if array is not None:
+            return self.add_view(block, view_of(name, array), name=name)
+        shape = self.local_shape(block)
+        if shape is not None and 0 not in shape:
+            raise InvalidArgument(f"this rank holds {list(shape)} of the block: give its array")
+        self._native.add_elsewhere(block)
+        return self
+
+    def add_view(self, block: Block, view: ArrayView, *, name: str = "") -> Self:
+        """Like `add`, for memory that is described already.
+
+        Parameters
+        ----------
+        block
+            How the array is made of parts of tensors.
+        view
+            The array's memory.
+        name
+            Of the array, for messages.
+        """
+        shape = self.local_shape(block)
+        if shape is None or 0 in shape:
+            if view.size > 0:
+                raise InvalidArgument(
+                    f"this rank holds nothing of the block, but the array is {list(view.shape)}",
+                    tensor=name or None,
+                )
+            self._native.add_elsewhere(block)
+            return self
+        if shape != view.shape:
+            raise InvalidArgument(
+                f"this rank's part of the block is {list(shape)}, but the array is "
+                f"{list(view.shape)}",
+                tensor=name or None,
+            )
+        self._entries.append(_Entry(block, view, name))
+        return self
+
+    def add_flat(self, flat: FlatBuffer, array: Any, *, name: str = "") -> Self:
+        """Add a flat buffer and the array that holds this rank's elements of it.
+
+        Parameters
+        ----------
+        flat
+            The tensors of the buffer and how ranks cut it.
+        array
+            Of one dimension, dense.
+        name
+            Of the array, for messages.
+        """
+        view = view_of(name, array)
+        elements = self._native.local_elements(flat)
+        if view.shape != (elements,) or not view.dense:
+            raise InvalidArgument(
+                f"this rank holds {elements} elements of the flat buffer: give a dense array of "
+                f"shape [{elements}], not {list(view.shape)}",
+                tensor=name or None,
+            )
+        if elements == 0:
+            self._native.add_flat_elsewhere(flat)
+        else:
+            self._entries.append(_Entry(flat, view, name))
+        return self
+
+    def add_alias(self, name: str, target: str) -> Self:
+        """Add a tied tensor.
+
+        Parameters
+        ----------
+        name
+            Is stored nowhere of its own ...
+        target
+            ... but is this one.
+        """
+        self._native.add_alias(name, target)
+        return self
+
+    def add_unused(self, pattern: str) -> Self:
+        """Declare tensors of the sender that this receiver does not want.
+
+        Parameters
+        ----------
+        pattern
+            A name; a trailing ``*`` matches any end.
+        """
+        self._native.add_unused(pattern)
+        return self
+
+    def build(self) -> Layout:
+        """Return this rank's layout. The builder is used up."""
+        for group in _overlapping(self._entries):
+            self._add_group(group)
+        self._entries, entries = [], self._entries
+        return Layout(
+            self._native.build(),
+            owners=[entry.view.owner for entry in entries],
+            readonly=[entry.name for entry in entries if entry.view.readonly],
+        )
+
+    def _add_group(self, group: list[_Entry]) -> None:
+        """Add views whose ranges of bytes overlap, such as columns of one array, as one buffer."""
+        first = group[0].view
+        begin = first.address
+        end = max(entry.view.address + entry.view.span for entry in group)
+        buffer = self._native.add_buffer(
+            group[0].name, begin, end - begin, first.kind, first.device, first.fd, first.fd_offset
+        )
+        for entry in group:
+            offset = entry.view.address - begin
+            if isinstance(entry.block, FlatBuffer):
+                self._native.add_flat(entry.block, buffer, offset, entry.view.dtype)
+            else:
+                strides = list(entry.view.byte_strides)
+                self._native.add(entry.block, buffer, offset, strides, entry.view.dtype)
+        for padding in gaps([entry.view for entry in group], begin, end):
+            self._native.add_padding(buffer, *padding)
+
+
+def _overlapping(entries: list[_Entry]) -> list[list[_Entry]]:
+    """Group entries whose ranges of bytes overlap; by address in a group, groups in order."""
+
+    def space(entry: _Entry) -> tuple[object, ...]:
+        return (entry.view.kind.value, entry.view.device)
+
+    position = {id(entry): i for i, entry in enumerate(entries)}
+    groups: list[list[_Entry]] = []
+    by_address = sorted(entries, key=lambda entry: (space(entry), entry.view.address))
+    for _, same_space in itertools.groupby(by_address, key=space):
+        end = 0
+        for entry in same_space:
+            if end > entry.view.address:
+                groups[-1].append(entry)
+            else:
+                groups.append([entry])
+                end = 0
+            end = max(end, entry.view.address + entry.view.span)
+    groups.sort(key=lambda group: min(position[id(entry)] for entry in group))
+    return groups
+
+
+def publish_dtypes(publish_dtype: Any) -> Callable[[str, DType], DType]:
+    """Return the function (name, own dtype) -> publish dtype that an option stands for.
+
+    Parameters
+    ----------
+    publish_dtype
+        None, a dtype for all tensors of floating point, or a mapping from names to dtypes.
+    """
+    if publish_dtype is None:
+        return lambda name, own: own
+    if isinstance(publish_dtype, Mapping):
+        by_name = {name: as_dtype(dtype) for name, dtype in publish_dtype.items()}
+        return lambda name, own: by_name.get(name, own)
+    dtype = as_dtype(publish_dtype)
+    return lambda name, own: dtype if own in FLOATING else own
+
+
+def renames(names: Mapping[str, str] | Callable[[str], str] | None) -> Callable[[str], str]:
+    """Return the function from local to checkpoint names that an option stands for.
+
+    Parameters
+    ----------
+    names
+        None, a mapping (other names stay), or the function.
+    """
+    if names is None:
+        return lambda name: name
+    if isinstance(names, Mapping):
+        mapping = names
+        return lambda name: mapping.get(name, name)
+    return names
