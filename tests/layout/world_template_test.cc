@@ -188,15 +188,9 @@ TEST(WorldTemplate, ParseSurvivesDamage) {
     for (int flips = 1 + static_cast<int>(random() % 3); flips > 0; --flips) {
       size_t at = random() % damaged.size();
       switch (random() % 4) {
-        case 0:
-          damaged[at] = static_cast<char>(damaged[at] ^ (1 << random() % 8));
-          break;
-        case 1:
-          damaged[at] = static_cast<char>(random());
-          break;
-        case 2:
-          damaged.erase(at, 1 + random() % 4);
-          break;
+        case 0: damaged[at] = static_cast<char>(damaged[at] ^ (1 << random() % 8)); break;
+        case 1: damaged[at] = static_cast<char>(random()); break;
+        case 2: damaged.erase(at, 1 + random() % 4); break;
         case 3:
           damaged.insert(at, 1 + random() % 9, static_cast<char>(random() % 2 ? 0xff : 0));
           break;
