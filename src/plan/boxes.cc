@@ -310,11 +310,10 @@ int64_t SnapCut(const Box& box, int64_t cut, uint64_t element_bytes, uint64_t wh
   const int64_t size = box.size();
   const int64_t tensor = cut / size;
   const int64_t inside = cut % size;
-  auto near = [&](int64_t elements) {
-    return 2 * static_cast<uint64_t>(elements) * element_bytes < whole_bytes;
-  };
-  if (inside == 0 || near(inside)) return tensor * size;
-  if (near(size - inside)) return (tensor + 1) * size;
+  const int64_t off = std::min(inside, size - inside);
+  if (off == 0 || 2 * static_cast<uint64_t>(off) * element_bytes < whole_bytes) {
+    return (tensor + (2 * inside > size ? 1 : 0)) * size;
+  }
   const int64_t grain = CutGrain(box, static_cast<int64_t>(whole_bytes / element_bytes));
   const int64_t snapped = std::min(size, (inside + grain / 2) / grain * grain);
   return tensor * size + snapped;

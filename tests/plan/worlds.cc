@@ -1,5 +1,7 @@
 #include "tests/plan/worlds.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <tuple>
 
@@ -110,7 +112,7 @@ std::vector<Tensor> RandomTensors(Dice* dice) {
   std::vector<Tensor> tensors;
   const int64_t count = dice->Between(1, 7);
   for (int64_t i = 0; i < count; ++i) {
-    Tensor tensor{"t" + std::to_string(i), {}};
+    Tensor tensor{Numbered("t", i), {}};
     if (i > 0 && dice->OneIn(2)) {
       tensor.shape = tensors.back().shape;
     } else {
@@ -145,6 +147,10 @@ void Insert(uint32_t member, std::vector<uint32_t>* members) {
 }
 
 }  // namespace
+
+std::string Numbered(const char* prefix, int64_t number) {
+  return fmt::format("{}{}", prefix, number);
+}
 
 TemplateMaker::TemplateMaker(std::vector<uint32_t> axis_sizes) {
   world_.axis_sizes = std::move(axis_sizes);
@@ -266,7 +272,7 @@ World RandomWorld(uint64_t seed) {
     const auto node =
         static_cast<uint32_t>(dice.OneIn(3) ? dice.Between(0, 8) : 100 + dice.Between(0, 8));
     AddMembers(&world, RandomTemplate(axes, tensors, false, &dice), Role::kRollout,
-               "e" + std::to_string(i), RandomNodes(Ranks(axes), node, &dice));
+               Numbered("e", i), RandomNodes(Ranks(axes), node, &dice));
   }
   return world;
 }

@@ -27,6 +27,9 @@ class Dice {
   std::mt19937_64 engine_;
 };
 
+// "t7".
+std::string Numbered(const char* prefix, int64_t number);
+
 // Fills a WorldTemplate by hand. Names must be added in sorted order.
 class TemplateMaker {
  public:
