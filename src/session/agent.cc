@@ -1,0 +1,177 @@
+#include "session/agent.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <random>
+
+#include "coordinator/grpc_directory.h"
+
+namespace bascule {
+
+uint64_t RandomId() {
+  std::random_device device;
+  uint64_t id = 0;
+  while (id == 0) id = (static_cast<uint64_t>(device()) << 32) | device();
+  return id;
+}
+
+Agent::Agent(Options options) : options_(std::move(options)), pid_(getpid()) {}
+
+Result<std::unique_ptr<Agent>> Agent::Start(Options options, Deadline deadline) {
+  if (options.job.name.empty()) {
+    return Status(Code::kInvalidArgument, "JobOptions::name is empty; give the job a name");
+  }
+  if (options.job.coordinator.empty()) {
+    return Status(Code::kInvalidArgument,
+                  "JobOptions::coordinator is empty; give host:port, or \"here\" to host it");
+  }
+  std::unique_ptr<Agent> agent(new Agent(std::move(options)));
+  agent->incarnation_ = agent->options_.member.incarnation;
+  if (agent->options_.job.coordinator == kHostHere) {
+    BASCULE_ASSIGN_OR_RETURN(agent->server_, CoordinatorServer::Start(agent->options_.job));
+    agent->coordinator_ = agent->server_->address();
+  } else {
+    agent->coordinator_ = agent->options_.job.coordinator;
+  }
+  agent->directory_ = MakeGrpcDirectory(agent->coordinator_, agent->options_.job.token);
+  agent->views_ = std::make_unique<ViewCache>(agent->directory_.get());
+  agent->options_.member.world_template = DigestOf(agent->options_.template_bytes);
+  BASCULE_RETURN_IF_ERROR(agent->Join(deadline));
+  agent->thread_ = std::thread([raw = agent.get()] { raw->Loop(); });
+  return agent;
+}
+
+Agent::~Agent() {
+  if (forked()) {
+    // The child of a fork has none of the threads: let go of everything without touching it.
+    thread_.detach();
+    (void)directory_.release();
+    (void)server_.release();
+    return;
+  }
+  (void)Close(Deadline::In(std::chrono::seconds(1)));
+}
+
+MemberInfo Agent::member() const {
+  std::lock_guard lock(mutex_);
+  return options_.member;
+}
+
+bool Agent::forked() const { return getpid() != pid_; }
+
+Status Agent::Usable() const {
+  if (forked()) {
+    return Status(Code::kForked, "this session was inherited through fork(); connect in the child");
+  }
+  if (closed_) return Status(Code::kClosed, "the session is closed; connect anew");
+  return Status::Ok();
+}
+
+Status Agent::StoreTemplate(const std::string& bytes, const ContentDigest& digest,
+                            Deadline deadline) {
+  BASCULE_ASSIGN_OR_RETURN(bool known, directory_->HasBlob(digest, deadline));
+  if (known) return Status::Ok();
+  return directory_->PutBlob(digest, bytes, deadline);
+}
+
+Status Agent::Join(Deadline deadline) {
+  JoinRequest request;
+  request.job = options_.job.name;
+  request.token = options_.job.token;
+  request.build = "0.1.0";
+  request.state = options_.state();
+  std::string bytes;
+  {
+    std::lock_guard lock(mutex_);
+    request.member = options_.member;
+    bytes = options_.template_bytes;
+  }
+  request.state.highest_term = std::max(request.state.highest_term, newest_term_.load());
+  request.state.joined_term = term_;
+  BASCULE_ASSIGN_OR_RETURN(JoinReply reply, directory_->Join(request, deadline));
+  BASCULE_RETURN_IF_ERROR(StoreTemplate(bytes, request.member.world_template, deadline));
+  if (term_ == 0 || request.member.role == Role::kRollout) term_ = reply.term;
+  newest_term_ = std::max(newest_term_.load(), reply.term);
+  epoch_ = reply.epoch;
+  interval_ms_ = reply.heartbeat_ms > 0 ? reply.heartbeat_ms : options_.job.heartbeat.count();
+  return Status::Ok();
+}
+
+Status Agent::Rebind(const std::string& template_bytes, const std::vector<uint32_t>& coordinates,
+                     Deadline deadline) {
+  ContentDigest digest = DigestOf(template_bytes);
+  BASCULE_RETURN_IF_ERROR(StoreTemplate(template_bytes, digest, deadline));
+  MemberInfo member = this->member();
+  member.world_template = digest;
+  member.coordinates = coordinates;
+  ++member.layout_serial;
+  BASCULE_ASSIGN_OR_RETURN(JoinReply reply, directory_->Rebind(member, deadline));
+  std::lock_guard lock(mutex_);
+  options_.member = std::move(member);
+  options_.template_bytes = template_bytes;
+  epoch_ = reply.epoch;
+  return Status::Ok();
+}
+
+void Agent::BeatSoon() {
+  std::lock_guard lock(mutex_);
+  soon_ = true;
+  wake_.notify_all();
+}
+
+void Agent::Loop() {
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    wake_.wait_for(lock, std::chrono::milliseconds(interval_ms_), [this] { return stop_ || soon_; });
+    if (stop_) break;
+    soon_ = false;
+    lock.unlock();
+    Beat();
+    lock.lock();
+  }
+}
+
+void Agent::Beat() {
+  if (gone_) return;
+  HeartbeatRequest request;
+  request.token = options_.job.token;
+  request.incarnation = incarnation_;
+  request.layout_serial = member().layout_serial;
+  request.state = options_.state();
+  request.state.highest_term = std::max(request.state.highest_term, newest_term_.load());
+  request.state.joined_term = term_;
+  request.told_epoch = epoch_;
+  // A beat never outlives its interval by much, so that Close and BeatSoon are prompt.
+  Deadline deadline = Deadline::In(std::chrono::milliseconds(interval_ms_));
+  auto reply = directory_->Heartbeat(request, deadline);
+  if (!reply.ok()) return;  // the coordinator is away: beat on
+  if (!reply->member) {
+    if (reply->rejoin && Join(deadline).ok()) return;
+    if (reply->rejoin) return;  // try again at the next beat
+    gone_ = true;
+    options_.on_gone(Status(Code::kUnavailable,
+                            fmt::format("the coordinator declared {} gone (silent beyond its "
+                                        "deadline, or replaced); connect anew",
+                                        MemberName(member()))));
+    return;
+  }
+  newest_term_ = std::max(newest_term_.load(), reply->term);
+  epoch_ = reply->epoch;
+  options_.on_beat(*reply);
+}
+
+Status Agent::Close(Deadline deadline) {
+  if (closed_.exchange(true)) return Status::Ok();
+  {
+    std::lock_guard lock(mutex_);
+    stop_ = true;
+    wake_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+  Status left = gone_ ? Status::Ok() : directory_->Leave(incarnation_, deadline);
+  if (server_) server_->Stop();
+  return left;
+}
+
+}  // namespace bascule

@@ -1,0 +1,36 @@
+// Which elements which trainer counts in an audit, and the rows that both sides compare. Made from
+// templates alone: no plan, no copy program.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "bascule/status.h"
+#include "digest/audit.h"
+#include "session/membership.h"
+#include "session/messages.h"
+
+namespace bascule {
+
+// A box of a trainer's tensor that this trainer counts for one receiver.
+struct CountedBox {
+  uint32_t tensor = 0;  // index in the trainer's template's names
+  DType wire = DType::kF32;
+  Box box;              // inside one box that the trainer holds
+};
+
+// What trainer `self` (member id) counts for rollout `receiver` (member id): the elements that the
+// receiver's boxes cover and of which `self` is the lowest-numbered holder among `live` (trainer
+// ranks, ascending).
+[[nodiscard]] std::vector<CountedBox> CountedFor(const World& world, uint32_t self,
+                                                 uint32_t receiver,
+                                                 const std::vector<uint32_t>& live);
+
+// Sums by row name.
+using AuditRows = std::map<std::string, Sum>;
+[[nodiscard]] std::string RowOf(const std::string& tensor, AuditScope scope);
+[[nodiscard]] bool InScope(const std::string& tensor, AuditScope scope, uint64_t version);
+
+}  // namespace bascule

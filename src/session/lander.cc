@@ -1,0 +1,609 @@
+#include "session/lander.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <set>
+
+#include "session/source_service.h"
+
+namespace bascule {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kLeaseEvery{300};
+constexpr uint64_t kAlign = 4096;
+
+int64_t NowNs() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+uint64_t AlignUp(uint64_t value) { return (value + kAlign - 1) / kAlign * kAlign; }
+
+}  // namespace
+
+Lander::Lander(Options options, const Layout& layout, Transport* transport, Agent* agent)
+    : options_(std::move(options)),
+      layout_(layout),
+      transport_(transport),
+      agent_(agent),
+      commit_(BuildCommit(layout_)),
+      executor_(std::max(1, options_.rollout.threads)) {}
+
+Status Lander::Loss(std::string message, const std::string& tensor, const std::string& peer) const {
+  return Status(Code::kDataLoss, std::move(message))
+      .WithRank(static_cast<int>(options_.rollout.rank))
+      .WithPeer(peer)
+      .WithTensor(tensor);
+}
+
+Status Lander::Allocate() {
+  uint64_t bytes = 0;
+  shadow_offset_.clear();
+  for (const Buffer& buffer : layout_.buffers) {
+    shadow_offset_.push_back(bytes);
+    bytes += AlignUp(buffer.bytes);
+  }
+  if (!options_.in_place) {
+    BASCULE_ASSIGN_OR_RETURN(shadow_, transport_->Allocate(std::max(bytes, kAlign), "shadow"));
+  }
+  padding_sum_ = SumPadding(layout_);
+  transforms_ =
+      std::any_of(layout_.bindings.begin(), layout_.bindings.end(),
+                  [](const Binding& b) { return b.function != LandingFunction::kNone; });
+  return Status::Ok();
+}
+
+std::vector<Memory> Lander::LiveTargets() const {
+  std::vector<Memory> targets;
+  for (const Buffer& buffer : layout_.buffers) targets.push_back({buffer.data, buffer.bytes});
+  return targets;
+}
+
+std::vector<Memory> Lander::ShadowTargets() const {
+  std::vector<Memory> targets;
+  for (size_t i = 0; i < layout_.buffers.size(); ++i) {
+    targets.push_back({shadow_->data() + shadow_offset_[i], layout_.buffers[i].bytes});
+  }
+  return targets;
+}
+
+std::vector<MemberInfo> Lander::EngineMembers() const {
+  std::vector<MemberInfo> members;
+  if (!plan_) return members;
+  for (const MemberInfo& info : plan_->view->infos) {
+    if (info.role == Role::kRollout) members.push_back(info);
+  }
+  return members;
+}
+
+std::vector<LinkReport> Lander::Links() const {
+  std::vector<LinkReport> links;
+  if (!plan_) return links;
+  for (const Source& source : plan_->sources) {
+    links.push_back({MemberName(plan_->view->infos[source.member]), transport_->name(), "",
+                     source.bytes});
+  }
+  return links;
+}
+
+// ---- planning and connecting ------------------------------------------------------------------
+
+Status Lander::Prepare(Deadline deadline) {
+  BASCULE_ASSIGN_OR_RETURN(auto view, agent_->views().Newest(options_.rollout.engine, deadline));
+  if (plan_ && plan_->view == view) return Status::Ok();
+  return BuildPlan(std::move(view), deadline);
+}
+
+Status Lander::BuildPlan(std::shared_ptr<const WorldView> view, Deadline deadline) {
+  const int64_t self = view->Rollout(options_.rollout.rank);
+  if (self < 0 || view->infos[static_cast<size_t>(self)].incarnation != agent_->incarnation()) {
+    return Status(Code::kUnavailable, options_.name + " is not a member (any more); connect anew");
+  }
+  BASCULE_RETURN_IF_ERROR(CheckEngineCoverage(*view));
+  auto plan = std::make_unique<LandingPlan>();
+  plan->part = view->planner->PartOf(static_cast<uint32_t>(self));
+  std::map<uint32_t, Source> sources;
+  for (uint32_t i = 0; i < plan->part.chunks.size(); ++i) {
+    const Chunk& chunk = plan->part.chunks[i];
+    Source& source = sources[chunk.source];
+    source.member = chunk.source;
+    source.chunks.push_back(i);
+    source.bytes += chunk.bytes;
+  }
+  for (auto& [member, source] : sources) {
+    BASCULE_RETURN_IF_ERROR(ConnectSource(*view, &source, deadline));
+    plan->sources.push_back(std::move(source));
+  }
+  // Peers of earlier lives are closed with the plans that used them.
+  std::set<uint64_t> used;
+  for (const Source& source : plan->sources) used.insert(view->infos[source.member].incarnation);
+  std::erase_if(peers_, [&used](const auto& entry) { return !used.contains(entry.first); });
+
+  std::map<std::string, const PartTensor*> by_name;
+  const Member& me = view->world().members[static_cast<size_t>(self)];
+  const WorldTemplate& mine = *view->world().templates[me.world_template];
+  for (const PartTensor& tensor : plan->part.tensors) {
+    by_name[mine.names[tensor.destination_name]] = &tensor;
+    plan->name_of_key[TensorKey(tensor.name)] = std::string(tensor.name);
+  }
+  for (const LogicalTensor& tensor : layout_.tensors) {
+    auto it = by_name.find(tensor.name);
+    plan->resolved.push_back(it == by_name.end() ? "" : std::string(it->second->name));
+    plan->wire.push_back(it == by_name.end() ? tensor.dtype : it->second->wire);
+  }
+  plan->view = std::move(view);
+  plan_ = std::move(plan);
+  return Status::Ok();
+}
+
+Status Lander::ConnectSource(const WorldView& view, Source* source, Deadline deadline) {
+  const MemberInfo& info = view.infos[source->member];
+  const std::string name = MemberName(info);
+  if (info.role != Role::kTrainer) {
+    return Status(Code::kUnimplemented,
+                  fmt::format("{} would have to be read, but it is a rollout; only trainers on this "
+                              "host can be sources",
+                              name))
+        .WithPeer(name);
+  }
+  auto it = peers_.find(info.incarnation);
+  if (it != peers_.end() && it->second->alive()) {
+    source->peer = it->second;
+    return Status::Ok();
+  }
+  for (const TransportAddress& address : info.addresses) {
+    if (address.transport != transport_->name()) continue;
+    auto peer = transport_->Connect(address.address, info.incarnation, deadline);
+    if (!peer.ok()) return Status(peer.status()).WithPeer(name);
+    peers_[info.incarnation] = *peer;
+    source->peer = *peer;
+    return Status::Ok();
+  }
+  return Status(Code::kUnavailable,
+                fmt::format("{} cannot be reached: it offers no transport that this rank has ({})",
+                            name, transport_->name()))
+      .WithPeer(name);
+}
+
+PeerRequest Lander::Request(PeerMethod method, VersionId id) const {
+  PeerRequest request;
+  request.method = method;
+  request.id = id;
+  request.plan = plan_->view->planner->digest();
+  request.engine = options_.rollout.engine;
+  request.rank = options_.rollout.rank;
+  return request;
+}
+
+Status Lander::Ask(Source* source, PeerRequest request, std::string* answer,
+                   Deadline deadline) const {
+  auto reply = source->peer->Call(Encode(request), deadline);
+  if (!reply.ok()) {
+    return Status(reply.status()).WithPeer(MemberName(plan_->view->infos[source->member]));
+  }
+  *answer = std::move(*reply);
+  return Status::Ok();
+}
+
+Status Lander::OpenSource(Source* source, VersionId id, Deadline deadline) {
+  const MemberInfo& info = plan_->view->infos[source->member];
+  std::string bytes;
+  BASCULE_RETURN_IF_ERROR(Ask(source, Request(PeerMethod::kOpen, id), &bytes, deadline));
+  BASCULE_ASSIGN_OR_RETURN(source->open, DecodeOpenReply(bytes));
+  if (source->open.layout_serial != info.layout_serial) {
+    return Status(Code::kUnavailable,
+                  fmt::format("version {} was published under another layout of {} than its "
+                              "newest; wait for the next version",
+                              id.version, MemberName(info)))
+        .WithPeer(MemberName(info));
+  }
+  BASCULE_ASSIGN_OR_RETURN(source->header, source->peer->Import(source->open.header, deadline));
+  if (source->open.header_offset + sizeof(GenerationCell) > source->header->bytes()) {
+    return Status(Code::kInvalidArgument, "the source's generation page is too small")
+        .WithPeer(MemberName(info));
+  }
+  source->regions.clear();
+  for (const std::string& blob : source->open.regions) {
+    BASCULE_ASSIGN_OR_RETURN(auto region, source->peer->Import(blob, deadline));
+    if (region->data() == nullptr) {
+      return Status(Code::kUnimplemented, "the transport gives no address for the arena")
+          .WithPeer(MemberName(info));
+    }
+    source->regions.push_back(std::move(region));
+  }
+  return Status::Ok();
+}
+
+Status Lander::OpenSources(VersionId id, Deadline deadline) {
+  for (Source& source : plan_->sources) {
+    BASCULE_RETURN_IF_ERROR(OpenSource(&source, id, deadline));
+  }
+  return BuildLandingProgram();
+}
+
+void Lander::ReleaseSources(VersionId id) {
+  if (!plan_) return;
+  for (Source& source : plan_->sources) {
+    if (!source.peer->alive()) continue;
+    std::string ignored;
+    (void)Ask(&source, Request(PeerMethod::kDone, id), &ignored, Deadline::In(milliseconds(200)));
+  }
+}
+
+bool Lander::Unchanged(const Source& source) const {
+  const auto* cell =
+      reinterpret_cast<const GenerationCell*>(source.header->data() + source.open.header_offset);
+  return cell->generation.load(std::memory_order_acquire) == source.open.generation;
+}
+
+// The copy program depends on where the sources hold things, not on the version: built once.
+Status Lander::BuildLandingProgram() {
+  std::vector<uint64_t> serials;
+  for (const Source& source : plan_->sources) serials.push_back(source.open.layout_serial);
+  if (plan_->landing_built && plan_->built_for == serials) return Status::Ok();
+  const World& world = plan_->view->world();
+  std::map<uint32_t, std::vector<std::vector<SourcePlace>>> places;
+  uint32_t next_base = 0;
+  for (Source& source : plan_->sources) {
+    const Member& member = world.members[source.member];
+    const WorldTemplate& theirs = *world.templates[member.world_template];
+    source.first_base = next_base;
+    next_base += static_cast<uint32_t>(std::max<size_t>(source.regions.size(), 1));
+    if (source.open.direct) {
+      places[source.member] = source.open.places;
+      for (auto& tensor : places[source.member]) {
+        for (SourcePlace& place : tensor) place.base += source.first_base;
+      }
+    } else {
+      places[source.member] =
+          PlacesOfArena(MapArena(theirs, member.coordinates), theirs, source.first_base);
+    }
+  }
+  auto lookup = [&places](uint32_t member, uint32_t tensor) -> std::span<const SourcePlace> {
+    auto it = places.find(member);
+    if (it == places.end() || tensor >= it->second.size()) return {};
+    return it->second[tensor];
+  };
+  BASCULE_ASSIGN_OR_RETURN(plan_->landing, BuildLanding(plan_->part, world, layout_, lookup));
+  plan_->bases = next_base;
+  plan_->built_for = std::move(serials);
+  plan_->landing_built = true;
+  SplitSums();
+  return Status::Ok();
+}
+
+// One sum per (chunk, tensor) instead of per chunk: it costs nothing and names the tensor of a
+// damaged chunk, and adds up to the sum of every tensor that landed.
+void Lander::SplitSums() {
+  LandingProgram& landing = plan_->landing;
+  plan_->slot_chunk.clear();
+  plan_->slot_key.clear();
+  plan_->slot_transformed.clear();
+  for (uint32_t chunk = 0; chunk + 1 < landing.first_op.size(); ++chunk) {
+    std::map<uint64_t, uint32_t> slot_of;
+    for (uint32_t i = landing.first_op[chunk]; i < landing.first_op[chunk + 1]; ++i) {
+      CopyOp& op = landing.program.ops[i];
+      if (op.sum == kNoSum) continue;
+      auto [it, added] =
+          slot_of.emplace(op.tensor_key, static_cast<uint32_t>(plan_->slot_chunk.size()));
+      if (added) {
+        plan_->slot_chunk.push_back(chunk);
+        plan_->slot_key.push_back(op.tensor_key);
+        plan_->slot_transformed.push_back(landing.program.shapes[op.shape].function !=
+                                          LandingFunction::kNone);
+      }
+      op.sum = it->second;
+    }
+  }
+  landing.program.sums = static_cast<uint32_t>(plan_->slot_chunk.size());
+}
+
+// ---- landing ----------------------------------------------------------------------------------
+
+Status Lander::Land(VersionId id, const std::function<bool()>& cancelled, Deadline deadline) {
+  BASCULE_RETURN_IF_ERROR(OpenSources(id, deadline));
+  std::vector<ConstMemory> bases(plan_->bases);
+  for (const Source& source : plan_->sources) {
+    for (size_t r = 0; r < source.regions.size(); ++r) {
+      const uint64_t skip = source.open.direct ? 0 : source.open.data_offset;
+      bases[source.first_base + r] = {source.regions[r]->data() + skip,
+                                      source.regions[r]->bytes() - skip};
+    }
+  }
+  const std::vector<Memory> targets = options_.in_place ? LiveTargets() : ShadowTargets();
+  BASCULE_RETURN_IF_ERROR(CheckProgram(plan_->landing.program, bases, targets));
+
+  const bool digest = options_.rollout.digest;
+  std::vector<Sum> sums(plan_->landing.program.sums);
+  CpuExecutor::Options run;
+  run.digest = digest;
+  auto last_lease = std::chrono::steady_clock::now();
+  run.cancelled = [&] {
+    if (cancelled() || deadline.Passed()) return true;
+    for (const Source& source : plan_->sources) {
+      if (!Unchanged(source)) return true;
+    }
+    return false;
+  };
+  // Leases are renewed between batches of chunks; they spare the version, they do not protect it.
+  const int64_t start = NowNs();
+  Status status;
+  const auto chunks = static_cast<uint32_t>(plan_->part.chunks.size());
+  const uint32_t batch = 64;
+  for (uint32_t first = 0; first < chunks && status.ok(); first += batch) {
+    run.first_op = plan_->landing.first_op[first];
+    run.last_op = plan_->landing.first_op[std::min(first + batch, chunks)];
+    status = executor_.Run(plan_->landing.program, bases, targets, sums, run);
+    auto now = std::chrono::steady_clock::now();
+    if (now - last_lease < kLeaseEvery) continue;
+    last_lease = now;
+    for (Source& source : plan_->sources) {
+      std::string ignored;
+      if (source.peer->alive()) {
+        (void)Ask(&source, Request(PeerMethod::kLease, id), &ignored, Deadline::In(milliseconds(50)));
+      }
+    }
+  }
+  phases_.stage = NowNs() - start;
+  std::atomic_thread_fence(std::memory_order_acquire);
+  for (const Source& source : plan_->sources) {
+    if (Unchanged(source)) continue;
+    const std::string peer = MemberName(plan_->view->infos[source.member]);
+    return Status(Code::kRetired, fmt::format("{} revoked version {} while it was landing (it "
+                                              "published newer ones); poll again",
+                                              peer, id.version))
+        .WithPeer(peer);
+  }
+  if (status.code() == Code::kAborted) {
+    if (cancelled()) return Status(Code::kAborted, "staging was given up");
+    return Status(Code::kDeadlineExceeded,
+                  fmt::format("version {} did not land by the deadline; raise it", id.version))
+        .WithRank(static_cast<int>(options_.rollout.rank));
+  }
+  BASCULE_RETURN_IF_ERROR(status);
+
+  landed_ = {};
+  landed_.id = id;
+  landed_.first = !plan_->proved;
+  landed_.padding = padding_sum_;
+  if (!digest) return Status::Ok();
+  const int64_t verify_start = NowNs();
+  BASCULE_RETURN_IF_ERROR(CheckChunks(id, sums, deadline));
+  BASCULE_RETURN_IF_ERROR(ReadBack(id, sums, targets, cancelled));
+  for (size_t slot = 0; slot < sums.size(); ++slot) {
+    landed_.tensors[plan_->name_of_key[plan_->slot_key[slot]]] += sums[slot];
+  }
+  if (landed_.first) {
+    // While the leases hold: what the trainers' own layouts say this rank must hold.
+    BASCULE_ASSIGN_OR_RETURN(landed_.layers, TrainerRows(id, AuditScope::kAllByLayer, deadline));
+  }
+  phases_.verify = NowNs() - verify_start;
+  return Status::Ok();
+}
+
+Status Lander::CheckChunks(VersionId id, const std::vector<Sum>& sums, Deadline deadline) {
+  std::vector<Sum> landed(plan_->part.chunks.size());
+  for (size_t slot = 0; slot < sums.size(); ++slot) landed[plan_->slot_chunk[slot]] += sums[slot];
+  for (Source& source : plan_->sources) {
+    const std::string peer = MemberName(plan_->view->infos[source.member]);
+    std::string bytes;
+    BASCULE_RETURN_IF_ERROR(Ask(&source, Request(PeerMethod::kChecks, id), &bytes, deadline));
+    BASCULE_ASSIGN_OR_RETURN(SumsReply reply, DecodeSumsReply(bytes));
+    if (reply.sums.size() != source.chunks.size()) {
+      return Status(Code::kVersionMismatch,
+                    fmt::format("{} has {} chunk checks for this rank, {} are planned; the two "
+                                "planned differently",
+                                peer, reply.sums.size(), source.chunks.size()))
+          .WithPeer(peer);
+    }
+    for (size_t i = 0; i < source.chunks.size(); ++i) {
+      const uint32_t chunk = source.chunks[i];
+      if (landed[chunk] == reply.sums[i]) continue;
+      // Name the tensor: of those in the chunk, the first whose whole sum is not the trainers'.
+      std::string tensor;
+      auto rows = TrainerRows(id, AuditScope::kAllByTensor, deadline);
+      AuditRows mine;
+      for (size_t slot = 0; slot < sums.size(); ++slot) {
+        mine[plan_->name_of_key[plan_->slot_key[slot]]] += sums[slot];
+      }
+      for (size_t slot = 0; slot < sums.size() && tensor.empty(); ++slot) {
+        if (plan_->slot_chunk[slot] != chunk) continue;
+        const std::string& name = plan_->name_of_key[plan_->slot_key[slot]];
+        if (!rows.ok() || (*rows)[name] != mine[name]) tensor = name;
+      }
+      return Loss(fmt::format("chunk {} of version {} arrived damaged (its digest is not its "
+                              "source's); the update was given up, live weights are untouched",
+                              chunk, id.version),
+                  tensor, peer);
+    }
+  }
+  return Status::Ok();
+}
+
+// Reads the destination again: all chunks of a plan's first version, then a rotating sixteenth.
+Status Lander::ReadBack(VersionId id, const std::vector<Sum>& sums,
+                        const std::vector<Memory>& targets,
+                        const std::function<bool()>& cancelled) {
+  std::vector<Sum> again(sums.size());
+  CpuExecutor::Options run;
+  run.cancelled = cancelled;
+  const auto chunks = static_cast<uint32_t>(plan_->part.chunks.size());
+  auto selected = [&](uint32_t chunk) {
+    return landed_.first || (chunk + id.version) % 16 == 0;
+  };
+  for (uint32_t chunk = 0; chunk < chunks;) {
+    if (!selected(chunk)) {
+      ++chunk;
+      continue;
+    }
+    uint32_t last = chunk + 1;
+    while (last < chunks && selected(last)) ++last;
+    run.first_op = plan_->landing.first_op[chunk];
+    run.last_op = plan_->landing.first_op[last];
+    BASCULE_RETURN_IF_ERROR(
+        executor_.DigestTargets(plan_->landing.program, targets, again, run));
+    chunk = last;
+  }
+  for (size_t slot = 0; slot < sums.size(); ++slot) {
+    if (!selected(plan_->slot_chunk[slot]) || plan_->slot_transformed[slot]) continue;
+    if (again[slot] == sums[slot]) continue;
+    return Loss(fmt::format("chunk {} of version {} reads back otherwise than it landed; the update "
+                            "was given up",
+                            plan_->slot_chunk[slot], id.version),
+                plan_->name_of_key[plan_->slot_key[slot]], "");
+  }
+  return Status::Ok();
+}
+
+// ---- switching and auditing -------------------------------------------------------------------
+
+Status Lander::Switch() {
+  std::vector<ConstMemory> sources;
+  for (size_t i = 0; i < layout_.buffers.size(); ++i) {
+    sources.push_back({shadow_->data() + shadow_offset_[i], layout_.buffers[i].bytes});
+  }
+  CpuExecutor::Options run;
+  run.digest = false;
+  return executor_.Run(commit_, sources, LiveTargets(), {}, run);
+}
+
+Result<AuditRows> Lander::TrainerRows(VersionId id, AuditScope scope, Deadline deadline) {
+  // All trainers that hold the version count, not only those that this rank reads.
+  std::vector<Source> holders;
+  std::vector<uint32_t> live;
+  const WorldView& view = *plan_->view;
+  for (uint32_t member = 0; member < view.infos.size(); ++member) {
+    if (view.infos[member].role != Role::kTrainer) continue;
+    Source holder;
+    holder.member = member;
+    Status connected = ConnectSource(view, &holder, deadline);
+    std::string ignored;
+    if (connected.ok()) {
+      connected = Ask(&holder, Request(PeerMethod::kLease, id), &ignored, deadline);
+    }
+    if (!connected.ok()) continue;
+    live.push_back(view.infos[member].rank);
+    holders.push_back(std::move(holder));
+  }
+  AuditRows rows;
+  for (Source& holder : holders) {
+    PeerRequest request = Request(PeerMethod::kAudit, id);
+    request.scope = scope;
+    request.live = live;
+    std::string bytes;
+    BASCULE_RETURN_IF_ERROR(Ask(&holder, request, &bytes, deadline));
+    BASCULE_ASSIGN_OR_RETURN(SumsReply reply, DecodeSumsReply(bytes));
+    for (size_t i = 0; i < reply.names.size(); ++i) rows[reply.names[i]] += reply.sums[i];
+  }
+  return rows;
+}
+
+Result<AuditRows> Lander::LiveRows(AuditScope scope, uint64_t version,
+                                   const std::function<bool()>& cancelled) const {
+  // Tensors go by the source's name: digests are keyed by it.
+  Layout layout = layout_;
+  for (size_t i = 0; i < layout.tensors.size(); ++i) {
+    if (!plan_->resolved[i].empty()) layout.tensors[i].name = plan_->resolved[i];
+  }
+  BASCULE_ASSIGN_OR_RETURN(
+      std::vector<Sum> sums,
+      SumLayout(
+          layout, [this](uint32_t tensor) { return plan_->wire[tensor]; },
+          [&](uint32_t tensor) {
+            return !plan_->resolved[tensor].empty() &&
+                   InScope(plan_->resolved[tensor], scope, version);
+          },
+          cancelled));
+  AuditRows rows;
+  for (size_t i = 0; i < sums.size(); ++i) {
+    if (sums[i].elements > 0) rows[RowOf(plan_->resolved[i], scope)] += sums[i];
+  }
+  return rows;
+}
+
+Status Lander::CompareRows(const AuditRows& expected, const AuditRows& live,
+                           const char* what) const {
+  for (const auto& [name, sum] : live) {
+    auto it = expected.find(name);
+    if (it != expected.end() && it->second == sum) continue;
+    return Loss(fmt::format("the live weights of {} are not {}", name, what), name, "");
+  }
+  return Status::Ok();
+}
+
+Result<AuditRows> Lander::TransformedRows(const std::function<bool()>& cancelled) const {
+  AuditRows rows;
+  if (!transforms_) return rows;
+  Layout results = layout_;
+  std::erase_if(results.bindings,
+                [](const Binding& b) { return b.function == LandingFunction::kNone; });
+  std::vector<DType> dtype(results.tensors.size());
+  std::vector<bool> bound(results.tensors.size());
+  for (Binding& binding : results.bindings) {
+    binding.function = LandingFunction::kNone;
+    dtype[binding.tensor] = binding.dtype;
+    bound[binding.tensor] = true;
+  }
+  BASCULE_ASSIGN_OR_RETURN(
+      std::vector<Sum> sums,
+      SumLayout(
+          results, [&dtype](uint32_t tensor) { return dtype[tensor]; },
+          [&bound](uint32_t tensor) { return bound[tensor]; }, cancelled));
+  for (size_t i = 0; i < sums.size(); ++i) {
+    if (bound[i]) rows[results.tensors[i].name] = sums[i];
+  }
+  return rows;
+}
+
+Status Lander::MarkLive() {
+  live_ = landed_;
+  if (!options_.rollout.digest) return Status::Ok();
+  BASCULE_ASSIGN_OR_RETURN(live_.transformed, TransformedRows({}));
+  return Status::Ok();
+}
+
+Status Lander::AuditLive(const std::function<bool()>& cancelled) {
+  if (!plan_ || live_.tensors.empty()) return Status::Ok();
+  if (SumPadding(layout_) != live_.padding) {
+    return Loss("bytes that no tensor covers (padding) have changed since connect", "", "");
+  }
+  BASCULE_ASSIGN_OR_RETURN(AuditRows transformed, TransformedRows(cancelled));
+  BASCULE_RETURN_IF_ERROR(
+      CompareRows(live_.transformed, transformed, "what their landing function made at commit"));
+  BASCULE_ASSIGN_OR_RETURN(AuditRows live, LiveRows(AuditScope::kAllByTensor, 0, cancelled));
+  BASCULE_RETURN_IF_ERROR(CompareRows(live_.tensors, live, "what was committed"));
+  // Layers that hold transformed tensors cannot be compared after the function; the landing pass
+  // has summed their codes before it.
+  if (live_.layers.empty() || transforms_) return Status::Ok();
+  AuditRows layers;
+  for (const auto& [name, sum] : live) layers[RowOf(name, AuditScope::kAllByLayer)] += sum;
+  Status status = CompareRows(live_.layers, layers, "what the trainers hold");
+  if (status.code() != Code::kDataLoss) return status;
+  // Drill down to the tensor, as long as the trainers still hold the version.
+  auto rows =
+      TrainerRows(live_.id, AuditScope::kAllByTensor, Deadline::In(std::chrono::seconds(10)));
+  if (!rows.ok()) return status;
+  Status named = CompareRows(*rows, live, "what the trainers hold");
+  return named.ok() ? status : named;
+}
+
+Status Lander::AuditRotation(VersionId id, Deadline deadline) {
+  BASCULE_ASSIGN_OR_RETURN(AuditRows expected,
+                           TrainerRows(id, AuditScope::kRotationByLayer, deadline));
+  BASCULE_ASSIGN_OR_RETURN(AuditRows live, LiveRows(AuditScope::kRotationByLayer, id.version, {}));
+  for (const auto& [name, sum] : live) {
+    auto it = expected.find(name);
+    const uint64_t counted = it == expected.end() ? 0 : it->second.elements;
+    if (counted < sum.elements) {
+      return Status(Code::kRetired, "the trainers no longer hold the whole version");
+    }
+  }
+  return CompareRows(expected, live, "what the trainers hold");
+}
+
+}  // namespace bascule

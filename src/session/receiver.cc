@@ -1,0 +1,695 @@
+// WeightReceiver: a rollout rank. Connects the engine channel (decisions) with the lander (bytes).
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <fstream>
+#include <mutex>
+#include <thread>
+
+#include "bascule/session.h"
+#include "session/agent.h"
+#include "session/engine_channel.h"
+#include "session/environment.h"
+#include "session/lander.h"
+
+namespace bascule {
+namespace {
+
+using std::chrono::milliseconds;
+
+int64_t NowNs() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+int64_t WallNs() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::system_clock::now().time_since_epoch())
+      .count();
+}
+
+// One background thread that runs jobs in order.
+class Worker {
+ public:
+  Worker() : thread_([this] { Loop(); }) {}
+  ~Worker() { Stop(); }
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  void Post(std::function<void()> job) {
+    std::lock_guard lock(mutex_);
+    if (stop_) return;
+    jobs_.push_back(std::move(job));
+    wake_.notify_one();
+  }
+  // Drops what has not begun; waits for what has.
+  void Stop() {
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+      jobs_.clear();
+      wake_.notify_one();
+    }
+    if (thread_.joinable()) thread_.join();
+  }
+
+ private:
+  void Loop() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [this] { return stop_ || !jobs_.empty(); });
+      if (stop_) return;
+      auto job = std::move(jobs_.front());
+      jobs_.pop_front();
+      lock.unlock();
+      job();
+      lock.lock();
+    }
+  }
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<std::function<void()>> jobs_;
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+// Shared by the receiver and its updates.
+struct ReceiverShared {
+  RolloutOptions options;
+  std::string name;
+  bool in_place = false;
+  std::shared_ptr<Transport> transport;
+  std::unique_ptr<PeerHandler> handler;
+  std::unique_ptr<Agent> agent;
+  std::unique_ptr<EngineChannel> channel;
+
+  std::timed_mutex data;  // one landing, switch or audit at a time
+  std::unique_ptr<Lander> lander;
+
+  std::mutex mutex;  // guards what follows
+  UpdateKey staging;                            // of the job in progress or done last
+  Status staged;                                // its outcome
+  std::shared_ptr<std::atomic<bool>> give_up;   // its cancel flag
+  std::function<Status(VersionId)> hook;
+  Status why_poisoned;
+  std::unique_ptr<Worker> worker;
+
+  [[nodiscard]] Status Usable() const {
+    if (!agent) return Status(Code::kClosed, "the receiver is closed; connect anew");
+    return agent->Usable();
+  }
+  [[nodiscard]] ReceiverState State() const {
+    return channel->WithCore([](RankCore& core) { return core.state(); });
+  }
+  [[nodiscard]] Status Servable() {
+    Status status = channel->WithCore([](RankCore& core) { return core.Servable(); });
+    if (status.code() != Code::kPoisoned) return status;
+    std::lock_guard lock(mutex);
+    if (why_poisoned.ok()) return status;
+    return Status(Code::kPoisoned, status.message() + "; cause: " + why_poisoned.ToString())
+        .WithRank(static_cast<int>(options.rank))
+        .WithTensor(why_poisoned.tensor());
+  }
+  void CancelStaging() {
+    std::lock_guard lock(mutex);
+    if (give_up) give_up->store(true);
+  }
+  // Why an update ended without a commit on this rank.
+  [[nodiscard]] Status StagedStatus(const UpdateKey& key) {
+    std::lock_guard lock(mutex);
+    return staging == key ? staged : Status(Code::kAborted, "the update was given up");
+  }
+  void RunStage(const UpdateKey& key, const std::shared_ptr<std::atomic<bool>>& cancel,
+                Deadline deadline);
+  [[nodiscard]] Status LandOnce(const UpdateKey& key, const std::function<bool()>& cancelled,
+                                Deadline deadline);
+};
+
+Status ReceiverShared::LandOnce(const UpdateKey& key, const std::function<bool()>& cancelled,
+                                Deadline deadline) {
+  BASCULE_RETURN_IF_ERROR(lander->Prepare(deadline));
+  channel->NoteMembers(lander->EngineMembers());
+  if (in_place) return lander->OpenSources(key.id, deadline);
+  return lander->Land(key.id, cancelled, deadline);
+}
+
+// The staging job, on the worker's thread: land, vote.
+void ReceiverShared::RunStage(const UpdateKey& key,
+                              const std::shared_ptr<std::atomic<bool>>& cancel, Deadline deadline) {
+  auto cancelled = [&cancel] { return cancel->load(); };
+  Status status;
+  for (;;) {
+    {
+      std::lock_guard lock(data);
+      status = LandOnce(key, cancelled, deadline);
+    }
+    // A membership in motion (a rank joining, a plan that a source has not seen) settles soon.
+    if (status.code() != Code::kUnavailable || cancelled()) break;
+    if (deadline.Left() < milliseconds(100)) break;
+    std::this_thread::sleep_for(milliseconds(50));
+  }
+  {
+    std::lock_guard lock(mutex);
+    staged = status;
+  }
+  const bool mine =
+      channel->WithCore([&](RankCore& core) { return core.EndStage(key, status.ok()); });
+  if (!mine) return;
+  Status voted = channel->Vote(key, status.ok(), status.ToString(), deadline);
+  (void)voted;  // a leader that cannot be told aborts by its deadline
+}
+
+class UpdateImpl final : public Update {
+ public:
+  UpdateImpl(std::shared_ptr<ReceiverShared> shared, VersionId id, std::optional<UpdateKey> key,
+             int64_t publish_start_ns)
+      : shared_(std::move(shared)), id_(id), key_(key) {
+    report_.id = id;
+    report_.publish_start_ns = publish_start_ns;
+  }
+
+  [[nodiscard]] VersionId id() const override { return id_; }
+  Status Stage(Deadline deadline) override;
+  Status WaitStaged(Deadline deadline) override;
+  Result<bool> Ready(Deadline deadline) override;
+  Status Decide(Deadline deadline) override;
+  Status Commit(Deadline deadline) override;
+  Status Abort(Deadline deadline) override;
+  [[nodiscard]] Report report() const override {
+    std::lock_guard lock(mutex_);
+    return report_;
+  }
+
+ private:
+  [[nodiscard]] Result<UpdateKey> Key(Deadline deadline);
+  [[nodiscard]] Status FinishEarlier(const UpdateKey& key, Deadline deadline);
+  [[nodiscard]] Status SwitchTo(const UpdateKey& key, Deadline deadline);
+  [[nodiscard]] Status RunHook(VersionId id);
+  void FinishReport(int64_t commit_start, int64_t stall_start);
+  void StartRotation(const UpdateKey& key);
+  [[nodiscard]] Status Tag(const Status& status) const {
+    if (status.ok() || status.rank() >= 0) return status;
+    return Status(status).WithRank(static_cast<int>(shared_->options.rank));
+  }
+
+  std::shared_ptr<ReceiverShared> shared_;
+  VersionId id_;
+  mutable std::mutex mutex_;
+  std::optional<UpdateKey> key_;
+  Report report_;
+};
+
+Result<UpdateKey> UpdateImpl::Key(Deadline deadline) {
+  {
+    std::lock_guard lock(mutex_);
+    if (key_) return *key_;
+  }
+  BASCULE_ASSIGN_OR_RETURN(UpdateKey key, shared_->channel->AttemptAt(id_, deadline));
+  std::lock_guard lock(mutex_);
+  key_ = key;
+  return key;
+}
+
+// Another update may be in progress on this rank: it is given up, unless it was decided.
+Status UpdateImpl::FinishEarlier(const UpdateKey& key, Deadline deadline) {
+  ReceiverState state = ReceiverState::kIdle;
+  UpdateKey earlier;
+  shared_->channel->WithCore([&](RankCore& core) {
+    state = core.state();
+    earlier = core.key();
+  });
+  if (earlier == key) return Status::Ok();
+  switch (state) {
+    case ReceiverState::kStaging:
+      shared_->CancelStaging();
+      shared_->channel->WithCore([&](RankCore& core) { return core.GiveUp(earlier); });
+      (void)shared_->channel->Vote(earlier, false, "given up for a newer update", deadline);
+      return Status::Ok();
+    case ReceiverState::kReady:
+    case ReceiverState::kVerified:
+    case ReceiverState::kInDoubt:
+      return shared_->channel->Abort(earlier, "given up for a newer update", deadline);
+    case ReceiverState::kIdle:
+    case ReceiverState::kDecided:
+    case ReceiverState::kCommitting:
+    case ReceiverState::kPoisoned:
+      break;
+  }
+  return Status::Ok();
+}
+
+Status UpdateImpl::Stage(Deadline deadline) {
+  BASCULE_RETURN_IF_ERROR(shared_->Usable());
+  auto found = Key(deadline);
+  if (!found.ok()) return Tag(found.status());
+  const UpdateKey key = *found;
+  BASCULE_RETURN_IF_ERROR(Tag(FinishEarlier(key, deadline)));
+  bool landed = false;
+  bool again = false;
+  Status begun = shared_->channel->WithCore([&](RankCore& core) {
+    again = core.key() == key && (core.state() == ReceiverState::kStaging ||
+                                  core.state() == ReceiverState::kVerified ||
+                                  core.state() == ReceiverState::kReady);
+    return again ? Status::Ok() : core.BeginStage(key, &landed);
+  });
+  if (!begun.ok()) return Tag(begun);
+  if (again) return Status::Ok();
+  auto cancel = std::make_shared<std::atomic<bool>>(false);
+  {
+    std::lock_guard lock(shared_->mutex);
+    shared_->staging = key;
+    shared_->staged = Status::Ok();
+    shared_->give_up = cancel;
+  }
+  if (landed) return Tag(shared_->channel->Vote(key, true, "", deadline));
+  shared_->worker->Post([shared = shared_.get(), key, cancel, deadline] {
+    shared->RunStage(key, cancel, deadline);
+  });
+  return Status::Ok();
+}
+
+Status UpdateImpl::WaitStaged(Deadline deadline) {
+  BASCULE_RETURN_IF_ERROR(shared_->Usable());
+  BASCULE_ASSIGN_OR_RETURN(UpdateKey key, Key(deadline));
+  const bool ended = shared_->channel->WaitCore(
+      [&](const RankCore& core) {
+        return core.key() != key || core.state() != ReceiverState::kStaging;
+      },
+      deadline);
+  if (!ended) {
+    return Tag(Status(Code::kDeadlineExceeded, "the version is still landing; wait longer"));
+  }
+  return Tag(shared_->StagedStatus(key));
+}
+
+Result<bool> UpdateImpl::Ready(Deadline deadline) {
+  BASCULE_RETURN_IF_ERROR(shared_->Usable());
+  BASCULE_ASSIGN_OR_RETURN(UpdateKey key, Key(deadline));
+  return shared_->channel->Ready(key, deadline);
+}
+
+Status UpdateImpl::Decide(Deadline deadline) {
+  BASCULE_RETURN_IF_ERROR(shared_->Usable());
+  BASCULE_ASSIGN_OR_RETURN(UpdateKey key, Key(deadline));
+  // A rank that is still landing keeps the engine waiting, at most to the deadline.
+  if (!shared_->channel->WaitCore(
+          [&](const RankCore& core) { return core.state() != ReceiverState::kStaging; }, deadline)) {
+    (void)shared_->channel->Abort(key, shared_->name + " had not landed by the deadline",
+                                  Deadline::In(milliseconds(200)));
+    shared_->CancelStaging();
+    shared_->channel->WithCore([&](RankCore& core) { return core.GiveUp(key); });
+    return Tag(Status(Code::kNotDecided, "this rank had not landed the version by the deadline; the "
+                                         "update was aborted; stage it again"));
+  }
+  const bool staged = shared_->channel->WithCore([&](RankCore& core) {
+    return core.key() == key && (core.state() == ReceiverState::kReady ||
+                                 core.state() == ReceiverState::kVerified ||
+                                 core.state() == ReceiverState::kInDoubt ||
+                                 core.state() == ReceiverState::kDecided);
+  });
+  if (!staged) {
+    Status why = shared_->StagedStatus(key);
+    (void)shared_->channel->Abort(key, shared_->name + ": " + why.ToString(),
+                                  Deadline::In(milliseconds(500)).Earlier(deadline));
+    return Tag(Status(Code::kNotDecided,
+                      why.ok() ? "this rank has not staged the version; call Stage first"
+                               : "this rank could not stage the version: " + why.ToString())
+                   .WithTensor(why.tensor())
+                   .WithPeer(why.peer()));
+  }
+  const int64_t start = NowNs();
+  Status status = shared_->channel->Decide(key, deadline);
+  std::lock_guard lock(mutex_);
+  report_.phases.decide = NowNs() - start;
+  return Tag(status);
+}
+
+Status UpdateImpl::Commit(Deadline deadline) {
+  BASCULE_RETURN_IF_ERROR(shared_->Usable());
+  BASCULE_ASSIGN_OR_RETURN(UpdateKey key, Key(deadline));
+  const int64_t stall_start = NowNs();
+  BASCULE_RETURN_IF_ERROR(Decide(deadline));
+  bool nothing = false;
+  BASCULE_RETURN_IF_ERROR(Tag(shared_->channel->WithCore(
+      [&](RankCore& core) { return core.BeginCommit(key, &nothing); })));
+  const int64_t commit_start = NowNs();
+  Status status;
+  if (!nothing) {
+    std::lock_guard lock(shared_->data);
+    status = SwitchTo(key, deadline);
+  }
+  if (!nothing && status.ok()) status = RunHook(key.id);
+  if (!status.ok()) {
+    std::lock_guard lock(shared_->mutex);
+    shared_->why_poisoned = status;
+  }
+  shared_->channel->WithCore([&](RankCore& core) { core.EndCommit(key, status.ok()); });
+  FinishReport(commit_start, stall_start);
+  shared_->channel->AnnounceServing(Deadline::In(milliseconds(500)));
+  shared_->agent->BeatSoon();
+  if (!status.ok()) {
+    return Tag(Status(Code::kPoisoned, "the switch failed: " + status.ToString() +
+                                           "; this rank is not servable until a version is staged "
+                                           "and committed")
+                   .WithTensor(status.tensor())
+                   .WithPeer(status.peer()));
+  }
+  StartRotation(key);
+  return Status::Ok();
+}
+
+// COMMITTING: from here on any failure leaves the live weights to nobody.
+Status UpdateImpl::SwitchTo(const UpdateKey& key, Deadline deadline) {
+  Lander& lander = *shared_->lander;
+  lander.MarkBroken();
+  const int64_t start = NowNs();
+  if (shared_->in_place) {
+    BASCULE_RETURN_IF_ERROR(lander.Land(key.id, [] { return false; }, deadline));
+  } else {
+    BASCULE_RETURN_IF_ERROR(lander.Switch());
+  }
+  BASCULE_RETURN_IF_ERROR(lander.MarkLive());
+  {
+    std::lock_guard lock(mutex_);
+    report_.phases.commit = NowNs() - start;
+  }
+  if (shared_->options.digest && lander.landed().first) {
+    // The plan's first version: COMMITTED is only reported once the live storages are proved.
+    const int64_t audit_start = NowNs();
+    BASCULE_RETURN_IF_ERROR(lander.AuditLive([deadline] { return deadline.Passed(); }));
+    lander.MarkProved();
+    std::lock_guard lock(mutex_);
+    report_.phases.audit = NowNs() - audit_start;
+    report_.audited = true;
+  }
+  return Status::Ok();
+}
+
+Status UpdateImpl::RunHook(VersionId id) {
+  std::function<Status(VersionId)> hook;
+  {
+    std::lock_guard lock(shared_->mutex);
+    hook = shared_->hook;
+  }
+  return hook ? hook(id) : Status::Ok();
+}
+
+void UpdateImpl::FinishReport(int64_t commit_start, int64_t stall_start) {
+  std::lock_guard lock(mutex_);
+  const Lander& lander = *shared_->lander;
+  const int64_t commit = report_.phases.commit;
+  const int64_t now = NowNs();
+  report_.phases.stage = lander.phases().stage;
+  report_.phases.verify = lander.phases().verify;
+  report_.phases.commit = commit > 0 ? commit : now - commit_start;
+  report_.phases.stall = now - stall_start;
+  report_.bytes = lander.part_bytes();
+  report_.links = lander.Links();
+  report_.peak_extra_bytes = lander.shadow_bytes();
+  report_.commit_end_ns = WallNs();
+  if (report_.publish_start_ns > 0) {
+    report_.ewtt_ns = report_.commit_end_ns - report_.publish_start_ns;
+  }
+}
+
+// After the pause: a sixteenth of the tensors, live, against the trainers' layouts.
+void UpdateImpl::StartRotation(const UpdateKey& key) {
+  const bool rotate = shared_->options.digest && !shared_->lander->landed().first &&
+                      !shared_->lander->transforms();
+  shared_->worker->Post([shared = shared_.get(), key, rotate] {
+    std::lock_guard lock(shared->data);
+    if (rotate && shared->lander->landed().id == key.id) {
+      Status status = shared->lander->AuditRotation(key.id, Deadline::In(std::chrono::seconds(30)));
+      const bool serving = shared->channel->WithCore(
+          [&](RankCore& core) { return core.serving() == key.id; });
+      if (status.code() == Code::kDataLoss && serving) {
+        {
+          std::lock_guard why(shared->mutex);
+          shared->why_poisoned = status;
+        }
+        shared->channel->WithCore([](RankCore& core) { core.Poison(); });
+      }
+    }
+    shared->lander->ReleaseSources(key.id);
+  });
+}
+
+Status UpdateImpl::Abort(Deadline deadline) {
+  BASCULE_RETURN_IF_ERROR(shared_->Usable());
+  BASCULE_ASSIGN_OR_RETURN(UpdateKey key, Key(deadline));
+  const bool staging = shared_->channel->WithCore([&](RankCore& core) { return core.GiveUp(key); });
+  if (staging) {
+    shared_->CancelStaging();
+    return Tag(shared_->channel->Vote(key, false, "given up by the caller", deadline));
+  }
+  return Tag(shared_->channel->Abort(key, "given up by the caller", deadline));
+}
+
+class ReceiverImpl final : public WeightReceiver {
+ public:
+  explicit ReceiverImpl(std::shared_ptr<ReceiverShared> shared) : shared_(std::move(shared)) {}
+  ~ReceiverImpl() override {
+    if (shared_->agent && shared_->agent->forked()) {
+      new std::shared_ptr<ReceiverShared>(std::move(shared_));  // the threads are the parent's
+      return;
+    }
+    (void)Close(Deadline::In(std::chrono::seconds(1)));
+  }
+
+  Result<std::shared_ptr<Update>> Poll(Deadline deadline) override {
+    BASCULE_RETURN_IF_ERROR(shared_->Usable());
+    auto polled = shared_->channel->Poll(deadline);
+    if (!polled.ok()) return Status(polled.status()).WithRank(static_cast<int>(shared_->options.rank));
+    if (!polled->key) return std::shared_ptr<Update>();
+    return std::shared_ptr<Update>(std::make_shared<UpdateImpl>(
+        shared_, polled->key->id, polled->key, polled->publish_start_ns));
+  }
+
+  Result<std::shared_ptr<Update>> Open(VersionId id) override {
+    BASCULE_RETURN_IF_ERROR(shared_->Usable());
+    if (id.none()) return Status(Code::kInvalidArgument, "Open needs a term and a version");
+    return std::shared_ptr<Update>(std::make_shared<UpdateImpl>(shared_, id, std::nullopt, 0));
+  }
+
+  [[nodiscard]] ReceiverState state() const override { return shared_->State(); }
+  [[nodiscard]] VersionId serving() const override {
+    return shared_->channel->WithCore([](RankCore& core) { return core.serving(); });
+  }
+  [[nodiscard]] Status Servable() const override {
+    BASCULE_RETURN_IF_ERROR(shared_->Usable());
+    return shared_->Servable();
+  }
+  Status EngineServable(Deadline deadline) override {
+    BASCULE_RETURN_IF_ERROR(shared_->Usable());
+    return shared_->channel->EngineServable(deadline);
+  }
+  void SetPostCommitHook(std::function<Status(VersionId)> hook) override {
+    std::lock_guard lock(shared_->mutex);
+    shared_->hook = std::move(hook);
+  }
+  Status Audit(Deadline deadline) override;
+  Status UpdateLayout(const Layout& layout, Deadline deadline) override;
+  Status Close(Deadline deadline) override;
+
+ private:
+  std::shared_ptr<ReceiverShared> shared_;
+};
+
+Status ReceiverImpl::Audit(Deadline deadline) {
+  BASCULE_RETURN_IF_ERROR(shared_->Usable());
+  BASCULE_RETURN_IF_ERROR(shared_->Servable());
+  std::unique_lock lock(shared_->data, deadline.at());
+  if (!lock.owns_lock()) {
+    return Status(Code::kDeadlineExceeded, "a landing is in progress; audit again after it");
+  }
+  Status status = shared_->lander->AuditLive([deadline] { return deadline.Passed(); });
+  if (status.code() == Code::kAborted) {
+    return Status(Code::kDeadlineExceeded, "the audit did not end by the deadline; raise it");
+  }
+  return status;
+}
+
+Status ReceiverImpl::UpdateLayout(const Layout& layout, Deadline deadline) {
+  BASCULE_RETURN_IF_ERROR(shared_->Usable());
+  BASCULE_RETURN_IF_ERROR(ValidateLayout(layout));
+  BASCULE_RETURN_IF_ERROR(CheckDestinationCoverage(layout));
+  BASCULE_ASSIGN_OR_RETURN(auto world, WorldOf(layout));
+  UpdateKey key;
+  ReceiverState state = shared_->channel->WithCore([&key](RankCore& core) {
+    key = core.key();
+    return core.state();
+  });
+  switch (state) {
+    case ReceiverState::kDecided:
+    case ReceiverState::kCommitting:
+      return Status(Code::kBusy, "an update is decided and not committed; commit it first");
+    case ReceiverState::kStaging:
+      shared_->CancelStaging();
+      shared_->channel->WithCore([&key](RankCore& core) { return core.GiveUp(key); });
+      (void)shared_->channel->Vote(key, false, "the rank's layout changed", deadline);
+      break;
+    case ReceiverState::kReady:
+    case ReceiverState::kVerified:
+    case ReceiverState::kInDoubt:
+      BASCULE_RETURN_IF_ERROR(
+          shared_->channel->Abort(key, "the layout of " + shared_->name + " changed", deadline));
+      break;
+    case ReceiverState::kIdle:
+    case ReceiverState::kPoisoned:
+      break;
+  }
+  std::unique_lock lock(shared_->data, deadline.at());
+  if (!lock.owns_lock()) {
+    return Status(Code::kDeadlineExceeded, "a landing did not stop by the deadline; try again");
+  }
+  auto lander = std::make_unique<Lander>(
+      Lander::Options{shared_->options, shared_->in_place, shared_->name}, layout,
+      shared_->transport.get(), shared_->agent.get());
+  BASCULE_RETURN_IF_ERROR(lander->Allocate());
+  BASCULE_RETURN_IF_ERROR(shared_->agent->Rebind(world->Serialize(), layout.coordinates, deadline));
+  shared_->lander = std::move(lander);
+  return Status::Ok();
+}
+
+Status ReceiverImpl::Close(Deadline deadline) {
+  if (!shared_->agent || shared_->agent->forked()) return Status::Ok();
+  shared_->CancelStaging();
+  if (shared_->worker) shared_->worker->Stop();
+  Status status = shared_->agent->Close(deadline);
+  if (shared_->channel) shared_->channel->Stop();
+  return status;
+}
+
+// Rollouts answer no data calls yet: they are not sources.
+class NoSource final : public PeerHandler {
+ public:
+  Result<std::string> OnCall(uint64_t, std::string_view) override {
+    return Status(Code::kUnimplemented, "rollout ranks are not sources");
+  }
+  Result<uint64_t> OnFetch(uint64_t, std::string_view, std::span<std::byte>) override {
+    return Status(Code::kUnimplemented, "rollout ranks are not sources");
+  }
+  void OnDisconnect(uint64_t) override {}
+};
+
+uint64_t AvailableMemory() {
+  std::ifstream info("/proc/meminfo");
+  std::string key;
+  uint64_t kib = 0;
+  std::string unit;
+  while (info >> key >> kib >> unit) {
+    if (key == "MemAvailable:") return kib * 1024;
+  }
+  return 0;
+}
+
+Result<bool> InPlace(const RolloutOptions& options, const Layout& layout) {
+  uint64_t bytes = 0;
+  for (const Buffer& buffer : layout.buffers) bytes += buffer.bytes;
+  switch (options.shadow) {
+    case ShadowMode::kAuto:
+      return AvailableMemory() < bytes + bytes / 8;
+    case ShadowMode::kHost:
+      return false;
+    case ShadowMode::kNone:
+      return true;
+    case ShadowMode::kDevice:
+      return Status(Code::kUnimplemented,
+                    "shadow=device needs a build with CUDA; use auto, host or none");
+  }
+  return Status(Code::kInvalidArgument, "unknown shadow mode");
+}
+
+// What can be said of an engine's layouts once all trainers have joined: nothing uncovered.
+Status CheckAtConnect(Agent* agent, const RolloutOptions& options, Deadline deadline) {
+  BASCULE_ASSIGN_OR_RETURN(Membership membership, agent->directory().Members(deadline));
+  if (!membership.complete) return Status::Ok();
+  BASCULE_ASSIGN_OR_RETURN(auto view, agent->views().Newest(options.engine, deadline));
+  return CheckEngineCoverage(*view);
+}
+
+}  // namespace
+
+Result<std::unique_ptr<WeightReceiver>> WeightReceiver::Connect(const JobOptions& job,
+                                                                const RolloutOptions& options,
+                                                                const Layout& layout,
+                                                                Deadline deadline) {
+  BASCULE_RETURN_IF_ERROR(CheckEnvironment());
+  if (options.engine.empty()) {
+    return Status(Code::kInvalidArgument, "RolloutOptions::engine is empty; name the engine");
+  }
+  if (options.rank >= options.world_size || options.threads < 1) {
+    return Status(Code::kInvalidArgument,
+                  fmt::format("rank {} is not in an engine of {}, or threads < 1", options.rank,
+                              options.world_size))
+        .WithRank(static_cast<int>(options.rank));
+  }
+  BASCULE_RETURN_IF_ERROR(ValidateLayout(layout));
+  BASCULE_RETURN_IF_ERROR(CheckDestinationCoverage(layout));
+  BASCULE_ASSIGN_OR_RETURN(auto world, WorldOf(layout));
+  auto shared = std::make_shared<ReceiverShared>();
+  shared->options = options;
+  BASCULE_ASSIGN_OR_RETURN(shared->in_place, InPlace(options, layout));
+
+  MemberInfo member;
+  member.role = Role::kRollout;
+  member.engine = options.engine;
+  member.rank = options.rank;
+  member.world_size = options.world_size;
+  member.incarnation = RandomId();
+  member.node = NodeHint(job.socket_directory);
+  member.coordinates = layout.coordinates;
+  shared->name = MemberName(member);
+  BASCULE_ASSIGN_OR_RETURN(
+      shared->transport,
+      MakeShmTransport({job.name, job.token, member.incarnation, shared->name},
+                       {.directory = job.socket_directory, .huge_pages = true}));
+  shared->handler = std::make_unique<NoSource>();
+  BASCULE_ASSIGN_OR_RETURN(std::string address, shared->transport->Listen(shared->handler.get()));
+  member.addresses.push_back({shared->transport->name(), address});
+  std::string listen = job.listen.substr(0, job.listen.rfind(':')) + ":0";
+  BASCULE_ASSIGN_OR_RETURN(shared->channel,
+                           EngineChannel::Start({options.engine, options.rank, options.world_size,
+                                                 member.incarnation, listen, job.token,
+                                                 shared->in_place}));
+  member.channel = shared->channel->address();
+
+  Agent::Options agent;
+  agent.job = job;
+  agent.member = member;
+  agent.template_bytes = world->Serialize();
+  ReceiverShared* raw = shared.get();
+  agent.state = [raw] {
+    MemberState state;
+    raw->channel->WithCore([&state](RankCore& core) {
+      state.serving = core.serving();
+      state.servable = core.Servable().ok();
+    });
+    return state;
+  };
+  const auto beat = job.heartbeat;
+  agent.on_beat = [raw, beat](const HeartbeatReply&) {
+    raw->channel->ResolveDoubt(Deadline::In(beat));
+  };
+  agent.on_gone = [raw](const Status&) {
+    raw->channel->WithCore([](RankCore& core) { core.Banish(); });
+  };
+  shared->worker = std::make_unique<Worker>();
+  BASCULE_ASSIGN_OR_RETURN(shared->agent, Agent::Start(std::move(agent), deadline));
+  shared->channel->SetAgent(shared->agent.get());
+  shared->lander = std::make_unique<Lander>(
+      Lander::Options{options, shared->in_place, shared->name}, layout, shared->transport.get(),
+      shared->agent.get());
+  BASCULE_RETURN_IF_ERROR(shared->lander->Allocate());
+  BASCULE_RETURN_IF_ERROR(CheckAtConnect(shared->agent.get(), options, deadline));
+  shared->channel->Introduce(Deadline::In(milliseconds(500)).Earlier(deadline));
+  return std::unique_ptr<WeightReceiver>(std::make_unique<ReceiverImpl>(std::move(shared)));
+}
+
+}  // namespace bascule
