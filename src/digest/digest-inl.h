@@ -54,35 +54,42 @@ class Digester {
   // How many whole vectors fit before the end of the block.
   HWY_INLINE size_t VectorsLeft() const { return (kDigestBlockWords - lane_) / kVectorWords; }
 
-  // Adds the next kVectorWords words, which must not cross a block's end.
-  HWY_INLINE void AddInside(V32 words) {
-    MultiplyAdd(words, hn::LoadU(D32(), kPaddedLaneKeys.data() + lane_));
-    lane_ += kVectorWords;
+  // What a loop over VectorsLeft() vectors needs, to be held in variables of its own: as members,
+  // next to stores of bytes, which may alias anything, the compiler would keep them in memory.
+  HWY_INLINE V64 even() const { return even_; }
+  HWY_INLINE V64 odd() const { return odd_; }
+  HWY_INLINE const uint32_t* keys() const { return kPaddedLaneKeys.data() + lane_; }
+
+  // One vector of such a loop.
+  static HWY_INLINE void AddInside(V32 words, const uint32_t*& keys, V64& even, V64& odd) {
+    MultiplyAdd(words, hn::LoadU(D32(), keys), even, odd);
+    keys += kVectorWords;
   }
 
-  // The same, but a block may end within the vector.
-  HWY_INLINE void Add(V32 words) {
-    if (lane_ + kVectorWords <= kDigestBlockWords) {
-      AddInside(words);
-    } else {
-      // The key table goes on with its own start, so that one load serves both sides.
-      const V32 keys = hn::LoadU(D32(), kPaddedLaneKeys.data() + lane_);
-      const auto before = hn::FirstN(D32(), kDigestBlockWords - lane_);
-      MultiplyAdd(hn::IfThenElseZero(before, words), keys);
-      CloseBlock();
-      ++block_;
-      MultiplyAdd(hn::IfThenZeroElse(before, words), keys);
-      lane_ = lane_ + kVectorWords - kDigestBlockWords;
-    }
+  // The end of such a loop.
+  HWY_INLINE void Resume(const uint32_t* keys, V64 even, V64 odd) {
+    lane_ = static_cast<size_t>(keys - kPaddedLaneKeys.data());
+    even_ = even;
+    odd_ = odd;
     EndBlockIfFull();
   }
 
-  HWY_INLINE void EndBlockIfFull() {
-    if (lane_ == kDigestBlockWords) {
+  // Adds the next kVectorWords words; a block may end within the vector.
+  HWY_INLINE void Add(V32 words) {
+    if (lane_ + kVectorWords <= kDigestBlockWords) {
+      MultiplyAdd(words, hn::LoadU(D32(), keys()), even_, odd_);
+      lane_ += kVectorWords;
+    } else {
+      // The key table goes on with its own start, so that one load serves both sides.
+      const V32 both = hn::LoadU(D32(), keys());
+      const auto before = hn::FirstN(D32(), kDigestBlockWords - lane_);
+      MultiplyAdd(hn::IfThenElseZero(before, words), both, even_, odd_);
       CloseBlock();
       ++block_;
-      lane_ = 0;
+      MultiplyAdd(hn::IfThenZeroElse(before, words), both, even_, odd_);
+      lane_ = lane_ + kVectorWords - kDigestBlockWords;
     }
+    EndBlockIfFull();
   }
 
   HWY_INLINE uint64_t Finish() {
@@ -91,11 +98,19 @@ class Digester {
   }
 
  private:
-  HWY_INLINE void MultiplyAdd(V32 words, V32 keys) {
+  static HWY_INLINE void MultiplyAdd(V32 words, V32 keys, V64& even, V64& odd) {
     const V32 odd_words = hn::BitCast(D32(), hn::ShiftRight<32>(hn::BitCast(D64(), words)));
     const V32 odd_keys = hn::BitCast(D32(), hn::ShiftRight<32>(hn::BitCast(D64(), keys)));
-    even_ = hn::Add(even_, hn::MulEven(words, keys));
-    odd_ = hn::Add(odd_, hn::MulEven(odd_words, odd_keys));
+    even = hn::Add(even, hn::MulEven(words, keys));
+    odd = hn::Add(odd, hn::MulEven(odd_words, odd_keys));
+  }
+
+  HWY_INLINE void EndBlockIfFull() {
+    if (lane_ == kDigestBlockWords) {
+      CloseBlock();
+      ++block_;
+      lane_ = 0;
+    }
   }
 
   // total += K_h * block sum, lane by lane: the horizontal sum is left to the end.

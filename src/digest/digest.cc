@@ -8,6 +8,7 @@
 #include "hwy/foreach_target.h"
 // After foreach_target.h.
 #include "digest/digest-inl.h"
+#include "hwy/cache_control.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace bascule::HWY_NAMESPACE {
@@ -18,6 +19,9 @@ HWY_INLINE void AddPart(Digester& digester, const uint8_t* data, size_t bytes, s
   std::memcpy(words + lead, data, bytes);
   digester.Add(hn::BitCast(D32(), hn::Load(D8(), words)));
 }
+
+// Data is prefetched so far before it is read.
+constexpr uint64_t kAheadBytes = 4096;
 
 uint64_t DigestBytes(const uint8_t* data, uint64_t bytes, uint64_t position, uint64_t tensor_key) {
   Digester digester(tensor_key);
@@ -32,10 +36,16 @@ uint64_t DigestBytes(const uint8_t* data, uint64_t bytes, uint64_t position, uin
   while (bytes >= kVectorBytes) {
     const size_t vectors =
         static_cast<size_t>(HWY_MIN(bytes / kVectorBytes, uint64_t{digester.VectorsLeft()}));
+    const uint32_t* keys = digester.keys();
+    V64 even = digester.even();
+    V64 odd = digester.odd();
+    const uint64_t ahead = bytes >= kAheadBytes + kBlockBytes ? kAheadBytes : 0;
     for (size_t i = 0; i < vectors; ++i) {
-      digester.AddInside(hn::BitCast(D32(), hn::LoadU(D8(), data + i * kVectorBytes)));
+      hwy::Prefetch(data + i * kVectorBytes + ahead);
+      const V32 words = hn::BitCast(D32(), hn::LoadU(D8(), data + i * kVectorBytes));
+      Digester::AddInside(words, keys, even, odd);
     }
-    digester.EndBlockIfFull();
+    digester.Resume(keys, even, odd);
     data += vectors * kVectorBytes;
     bytes -= vectors * kVectorBytes;
     if (bytes >= kVectorBytes) {  // this one may cross the end of the block

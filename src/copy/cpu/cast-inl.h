@@ -145,15 +145,46 @@ HWY_INLINE void StoreCodes(const Codes<kKind>& codes, uint8_t* to) {
   }
 }
 
+// The first `bytes` bytes of a vector, at most all of them. Nothing beyond is touched; only where
+// HWY_MEM_OPS_MIGHT_FAULT is 0.
+HWY_INLINE V32 LoadBytes(const uint8_t* from, size_t bytes) {
+  return hn::BitCast(D32(), hn::MaskedLoad(hn::FirstN(D8(), bytes), D8(), from));
+}
+HWY_INLINE void StoreBytes(V8 vector, uint8_t* to, size_t bytes) {
+  hn::BlendedStore(vector, hn::FirstN(D8(), bytes), D8(), to);
+}
+
+// The first `count` codes of a step; the others are zero.
 template <CodeKind kKind>
-HWY_INLINE void AddCodes(Digester& digester, const Codes<kKind>& codes, bool inside) {
-  const auto add = [&](V32 words) {
-    if (inside) {
-      digester.AddInside(words);
-    } else {
-      digester.Add(words);
-    }
-  };
+HWY_INLINE Codes<kKind> LoadPart(const uint8_t* from, size_t count) {
+  const size_t bytes = count * kCodeBytes<kKind>;
+  if constexpr (kKind == CodeKind::kRaw) {
+    return {LoadBytes(from, bytes)};
+  } else if constexpr (kKind == CodeKind::kF32) {
+    return {LoadBytes(from, HWY_MIN(bytes, kVectorBytes)),
+            LoadBytes(from + kVectorBytes, bytes - HWY_MIN(bytes, kVectorBytes))};
+  } else {
+    return {hn::BitCast(D16(), LoadBytes(from, bytes))};
+  }
+}
+
+template <CodeKind kKind>
+HWY_INLINE void StorePart(const Codes<kKind>& codes, uint8_t* to, size_t count) {
+  const size_t bytes = count * kCodeBytes<kKind>;
+  if constexpr (kKind == CodeKind::kRaw) {
+    StoreBytes(hn::BitCast(D8(), codes.words), to, bytes);
+  } else if constexpr (kKind == CodeKind::kF32) {
+    StoreBytes(hn::BitCast(D8(), codes.low), to, HWY_MIN(bytes, kVectorBytes));
+    StoreBytes(hn::BitCast(D8(), codes.high), to + kVectorBytes,
+               bytes - HWY_MIN(bytes, kVectorBytes));
+  } else {
+    StoreBytes(hn::BitCast(D8(), codes.codes), to, bytes);
+  }
+}
+
+// Hands the codes to `add` as vectors of words.
+template <CodeKind kKind, typename Add>
+HWY_INLINE void ForEachWords(const Codes<kKind>& codes, const Add& add) {
   if constexpr (kKind == CodeKind::kRaw) {
     add(codes.words);
   } else if constexpr (kKind == CodeKind::kF32) {

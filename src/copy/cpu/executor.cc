@@ -102,12 +102,9 @@ int64_t ElementsOf(const CopyShape& shape) {
 
 int64_t ElementBytes(const CopyShape& shape, RunMode mode) {
   switch (mode) {
-    case RunMode::kCopy:
-      return DTypeSize(shape.source) + DTypeSize(shape.target);
-    case RunMode::kDigestSource:
-      return DTypeSize(shape.source);
-    case RunMode::kDigestTarget:
-      return DTypeSize(shape.target);
+    case RunMode::kCopy: return DTypeSize(shape.source) + DTypeSize(shape.target);
+    case RunMode::kDigestSource: return DTypeSize(shape.source);
+    case RunMode::kDigestTarget: return DTypeSize(shape.target);
   }
   return 1;
 }

@@ -14,20 +14,32 @@
 HWY_BEFORE_NAMESPACE();
 namespace bascule::HWY_NAMESPACE {
 
-// Copies a run: source codes -> wire codes, which are digested -> target codes.
+// Sources are prefetched so far before they are read: the digest's work would otherwise hide the
+// loads to come from the processor.
+inline constexpr int64_t kAheadBytes = 4096;
+
+// Streamed runs that do not consist of whole cache lines leave partial ones at both ends; that
+// does not pay for short runs.
+inline constexpr size_t kLineBytes = 64;
+inline constexpr size_t kStreamBytes = 1024;
+
+// Copies runs of one tensor: source codes -> wire codes, which are digested -> target codes.
 template <CodeKind kSource, CodeKind kWire, CodeKind kTarget, bool kDigest, bool kStore,
           bool kNarrowBack>
 class RunCopier {
  public:
-  HWY_INLINE explicit RunCopier(uint64_t tensor_key) : digester_(tensor_key) {}
+  HWY_INLINE explicit RunCopier(const Digester& digester) : digester_(digester) {}
 
+  // `beyond` leads from a byte among the last kAheadBytes of this run to the one that is read
+  // kAheadBytes later, in a later run; 0 where there is none.
   HWY_INLINE void Run(const uint8_t* source, uint8_t* target, uint64_t count, uint64_t first,
-                      bool stream) {
+                      bool stream, int64_t beyond) {
     source_ = source;
     target_ = target;
     left_ = count;
     position_ = first * kWireBytes;
-    if (kStore && stream && count >= kStreamSteps * kStep) {
+    beyond_ = beyond;
+    if (kStore && stream && WorthStreaming()) {
       RunStreamed();
     } else {
       RunCached();
@@ -35,6 +47,7 @@ class RunCopier {
   }
 
   HWY_INLINE uint64_t Finish() { return kDigest ? digester_.Finish() : 0; }
+  HWY_INLINE const Digester& digester() const { return digester_; }
 
  private:
   static constexpr size_t kSourceBytes = kCodeBytes<kSource>;
@@ -42,8 +55,12 @@ class RunCopier {
   static constexpr size_t kTargetBytes = kCodeBytes<kTarget>;
   static constexpr size_t kStep = kStepCodes<kWire>;
   static constexpr size_t kWireVectors = kStepBytes<kWire> / kVectorBytes;
-  // Shorter runs are not worth the partial steps that align them.
-  static constexpr size_t kStreamSteps = 4;
+
+  HWY_INLINE bool WorthStreaming() const {
+    const uint64_t bytes = left_ * kTargetBytes;
+    return bytes >= kStreamBytes ||
+           (reinterpret_cast<uintptr_t>(target_) % kLineBytes == 0 && bytes % kLineBytes == 0);
+  }
 
   HWY_INLINE void RunCached() {
     AlignToWord();
@@ -71,112 +88,154 @@ class RunCopier {
   // copied out of the first-level cache.
   HWY_NOINLINE void RunApart(uint64_t head) {
     if constexpr (kDigest && kStore) {
-      RunCopier<kSource, kWire, kTarget, false, true, false> copier(0);
+      RunCopier<kSource, kWire, kWire, true, false, false> reader(digester_);
+      RunCopier<kSource, kWire, kTarget, false, true, false> writer(digester_);
       while (left_ > 0) {
         const uint64_t count = HWY_MIN(left_, kBlockBytes + head);  // later ones start aligned
         head = 0;
-        const uint8_t* source = source_;
-        uint8_t* target = target_;
-        const uint64_t left = left_;
-        left_ = count;
-        DigestOnly();
-        copier.Run(source, target, count, 0, true);
-        target_ = target + count * kTargetBytes;
-        left_ = left - count;
+        const int64_t beyond = count < left_ ? kAheadBytes : beyond_;
+        reader.Run(source_, nullptr, count, position_ / kWireBytes, false, beyond);
+        writer.Run(source_, target_, count, 0, true, 0);
+        Advance(count);
       }
-    }
-  }
-
-  HWY_INLINE void DigestOnly() {
-    if constexpr (kDigest && kStore) {
-      RunCopier<kSource, kWire, kWire, true, false, false> reader(digester_);
-      reader.Run(source_, nullptr, left_, position_ / kWireBytes, false);
       digester_ = reader.digester();
-      source_ += left_ * kSourceBytes;
-      position_ += left_ * kWireBytes;
     }
   }
 
   template <bool kStream>
   HWY_INLINE void Steps() {
+    constexpr uint64_t kAhead = kAheadBytes / kSourceBytes;
     if (kDigest) digester_.Seek(position_);
-    while (left_ >= kStep) {
-      uint64_t steps = left_ / kStep;
+    if (left_ > kAhead) StepsUntil<kStream>(kAhead, kAheadBytes);
+    StepsUntil<kStream>(0, beyond_);
+  }
+
+  // Leaves `rest` elements or a few more.
+  template <bool kStream>
+  HWY_INLINE void StepsUntil(uint64_t rest, int64_t ahead) {
+    while (left_ >= rest + kStep) {
+      uint64_t steps = (left_ - rest) / kStep;
       if (kDigest) steps = HWY_MIN(steps, uint64_t{digester_.VectorsLeft() / kWireVectors});
-      for (uint64_t i = 0; i < steps; ++i) Step<kStream>(true);
-      left_ -= steps * kStep;
-      if (kDigest) {
-        digester_.EndBlockIfFull();
-        if (left_ >= kStep) {  // this one may cross the end of the block
-          Step<kStream>(false);
-          left_ -= kStep;
-        }
-      }
+      StepsInside<kStream>(steps, ahead);
+      if (kDigest && left_ >= rest + kStep) StepAcross<kStream>(ahead);
     }
   }
 
+  // Steps that lie within one block of the digest.
   template <bool kStream>
-  HWY_INLINE void Step(bool inside) {
+  HWY_INLINE void StepsInside(uint64_t steps, int64_t ahead) {
+    const uint8_t* source = source_;
+    uint8_t* target = target_;
+    const uint32_t* keys = digester_.keys();
+    V64 even = digester_.even();
+    V64 odd = digester_.odd();
+    for (uint64_t i = 0; i < steps; ++i) {
+      PrefetchStep(source + ahead);
+      const auto wire = ConvertCodes<kNarrowBack, kSource, kWire>(LoadCodes<kSource>(source));
+      if constexpr (kDigest) {
+        ForEachWords(wire,
+                     [&](V32 words) HWY_ATTR { Digester::AddInside(words, keys, even, odd); });
+      }
+      if constexpr (kStore) {
+        StoreCodes<kStream, kTarget>(ConvertCodes<false, kWire, kTarget>(wire), target);
+        target += kStepBytes<kTarget>;
+      }
+      source += kStepBytes<kSource>;
+    }
+    if (kDigest) digester_.Resume(keys, even, odd);
+    Advance(steps * kStep);
+  }
+
+  // A step in which a block may end.
+  template <bool kStream>
+  HWY_INLINE void StepAcross(int64_t ahead) {
+    PrefetchStep(source_ + ahead);
     const auto wire = ConvertCodes<kNarrowBack, kSource, kWire>(LoadCodes<kSource>(source_));
-    if constexpr (kDigest) AddCodes<kWire>(digester_, wire, inside);
+    ForEachWords(wire, [&](V32 words) HWY_ATTR { digester_.Add(words); });
     if constexpr (kStore) {
       StoreCodes<kStream, kTarget>(ConvertCodes<false, kWire, kTarget>(wire), target_);
-      target_ += kStepBytes<kTarget>;
     }
-    source_ += kStepBytes<kSource>;
-    position_ += kStepBytes<kWire>;
+    Advance(kStep);
   }
 
-  // Fewer elements than a step, through the stack: nothing beyond them is touched.
-  HWY_INLINE void Part(uint64_t count) {
-    while (count > 0) {
-      const size_t lead = kDigest ? position_ % 4 / kWireBytes : 0;
-      const size_t part = static_cast<size_t>(HWY_MIN(count, uint64_t{kStep} - lead));
-      OnePart(part, lead);
-      count -= part;
+  static HWY_INLINE void PrefetchStep(const uint8_t* source) {
+    for (size_t byte = 0; byte < kStepBytes<kSource>; byte += kLineBytes) {
+      hwy::Prefetch(source + byte);
     }
   }
 
-  HWY_NOINLINE void OnePart(size_t count, size_t lead) {
-    HWY_ALIGN uint8_t from[kStepBytes<kSource>] = {};
-    std::memcpy(from + lead * kSourceBytes, source_, count * kSourceBytes);
-    const auto wire = ConvertCodes<kNarrowBack, kSource, kWire>(LoadCodes<kSource>(from));
-    if constexpr (kDigest) {
-      digester_.Seek(position_);
-      AddCodes<kWire>(digester_, wire, false);
-    }
-    if constexpr (kStore) {
-      HWY_ALIGN uint8_t to[kStepBytes<kTarget>];
-      StoreCodes<false, kTarget>(ConvertCodes<false, kWire, kTarget>(wire), to);
-      std::memcpy(target_, to + lead * kTargetBytes, count * kTargetBytes);
-      target_ += count * kTargetBytes;
-    }
+  HWY_INLINE void Advance(uint64_t count) {
     source_ += count * kSourceBytes;
+    if (kStore) target_ += count * kTargetBytes;
     position_ += count * kWireBytes;
     left_ -= count;
   }
 
- public:
-  HWY_INLINE explicit RunCopier(const Digester& digester) : digester_(digester) {}
-  HWY_INLINE const Digester& digester() const { return digester_; }
+  // Fewer elements than a step, or more where a start amid a word leaves room for fewer in one.
+  HWY_INLINE void Part(uint64_t count) {
+    while (count > 0) {
+      const size_t lead = kDigest ? position_ % 4 / kWireBytes : 0;
+      const size_t part = static_cast<size_t>(HWY_MIN(count, uint64_t{kStep} - lead));
+      if (HWY_MEM_OPS_MIGHT_FAULT || lead != 0) {
+        PartOnStack(part, lead);
+      } else {
+        PartMasked(part);
+      }
+      Advance(part);
+      count -= part;
+    }
+  }
 
- private:
+  HWY_INLINE void PartMasked(size_t count) {
+    const auto codes = LoadPart<kSource>(source_, count);
+    const auto wire = ConvertCodes<kNarrowBack, kSource, kWire>(codes);
+    if constexpr (kDigest) DigestPart(wire);
+    if constexpr (kStore) {
+      StorePart<kTarget>(ConvertCodes<false, kWire, kTarget>(wire), target_, count);
+    }
+  }
+
+  // Nothing beyond the elements is touched; `lead` absent ones before them are zero.
+  HWY_NOINLINE void PartOnStack(size_t count, size_t lead) {
+    HWY_ALIGN uint8_t from[kStepBytes<kSource>] = {};
+    std::memcpy(from + lead * kSourceBytes, source_, count * kSourceBytes);
+    const auto wire = ConvertCodes<kNarrowBack, kSource, kWire>(LoadCodes<kSource>(from));
+    if constexpr (kDigest) DigestPart(wire);
+    if constexpr (kStore) {
+      HWY_ALIGN uint8_t to[kStepBytes<kTarget>];
+      StoreCodes<false, kTarget>(ConvertCodes<false, kWire, kTarget>(wire), to);
+      std::memcpy(target_, to + lead * kTargetBytes, count * kTargetBytes);
+    }
+  }
+
+  HWY_INLINE void DigestPart(const Codes<kWire>& wire) {
+    digester_.Seek(position_);
+    ForEachWords(wire, [&](V32 words) HWY_ATTR { digester_.Add(words); });
+  }
+
   const uint8_t* source_ = nullptr;
   uint8_t* target_ = nullptr;
   uint64_t left_ = 0;      // elements
   uint64_t position_ = 0;  // of the next element in the tensor's code string, in bytes
+  int64_t beyond_ = 0;
   Digester digester_;
 };
 
 template <CodeKind kSource, CodeKind kWire, CodeKind kTarget, bool kDigest, bool kStore,
           bool kNarrowBack = false>
 uint64_t CopyRows(const RowBlock& block) {
-  RunCopier<kSource, kWire, kTarget, kDigest, kStore, kNarrowBack> copier(block.tensor_key);
+  RunCopier<kSource, kWire, kTarget, kDigest, kStore, kNarrowBack> copier(
+      Digester(block.tensor_key));
+  const int64_t run_bytes = block.run * static_cast<int64_t>(kCodeBytes<kSource>);
+  const int64_t rows_ahead = run_bytes >= kAheadBytes ? 1 : (kAheadBytes - 1) / run_bytes + 1;
+  const int64_t beyond = run_bytes >= kAheadBytes ? kAheadBytes - run_bytes + block.source_stride
+                                                  : rows_ahead * block.source_stride;
   const uint8_t* source = reinterpret_cast<const uint8_t*>(block.source);
   uint8_t* target = reinterpret_cast<uint8_t*>(block.target);
   uint64_t first = static_cast<uint64_t>(block.first);
   for (int64_t row = 0; row < block.rows; ++row) {
-    copier.Run(source, target, static_cast<uint64_t>(block.run), first, block.stream);
+    copier.Run(source, target, static_cast<uint64_t>(block.run), first, block.stream,
+               row + rows_ahead < block.rows ? beyond : 0);
     source += block.source_stride;
     if (kStore) target += block.target_stride;
     first += static_cast<uint64_t>(block.tensor_stride);
@@ -197,14 +256,10 @@ uint64_t CopyRawRows(const RowBlock& block) {
 template <bool kDigest, bool kStore>
 RowKernel PickRaw(int bytes) {
   switch (bytes) {
-    case 1:
-      return &CopyRawRows<1, kDigest, kStore>;
-    case 2:
-      return &CopyRawRows<2, kDigest, kStore>;
-    case 4:
-      return &CopyRawRows<4, kDigest, kStore>;
-    default:
-      return &CopyRawRows<8, kDigest, kStore>;
+    case 1: return &CopyRawRows<1, kDigest, kStore>;
+    case 2: return &CopyRawRows<2, kDigest, kStore>;
+    case 4: return &CopyRawRows<4, kDigest, kStore>;
+    default: return &CopyRawRows<8, kDigest, kStore>;
   }
 }
 
@@ -231,14 +286,10 @@ RowKernel PickCast(const KernelSpec& spec) {
     }
   }
   switch (CodeKindOf(spec.target)) {
-    case CodeKind::kF32:
-      return PickStore<kSource, kWire, CodeKind::kF32>(spec.digest);
-    case CodeKind::kBF16:
-      return PickStore<kSource, kWire, CodeKind::kBF16>(spec.digest);
-    case CodeKind::kF16:
-      return PickStore<kSource, kWire, CodeKind::kF16>(spec.digest);
-    case CodeKind::kRaw:
-      break;
+    case CodeKind::kF32: return PickStore<kSource, kWire, CodeKind::kF32>(spec.digest);
+    case CodeKind::kBF16: return PickStore<kSource, kWire, CodeKind::kBF16>(spec.digest);
+    case CodeKind::kF16: return PickStore<kSource, kWire, CodeKind::kF16>(spec.digest);
+    case CodeKind::kRaw: break;
   }
   return nullptr;
 }
@@ -246,14 +297,10 @@ RowKernel PickCast(const KernelSpec& spec) {
 template <CodeKind kSource>
 RowKernel PickWire(const KernelSpec& spec) {
   switch (CodeKindOf(spec.wire)) {
-    case CodeKind::kF32:
-      return PickCast<kSource, CodeKind::kF32>(spec);
-    case CodeKind::kBF16:
-      return PickCast<kSource, CodeKind::kBF16>(spec);
-    case CodeKind::kF16:
-      return PickCast<kSource, CodeKind::kF16>(spec);
-    case CodeKind::kRaw:
-      break;
+    case CodeKind::kF32: return PickCast<kSource, CodeKind::kF32>(spec);
+    case CodeKind::kBF16: return PickCast<kSource, CodeKind::kBF16>(spec);
+    case CodeKind::kF16: return PickCast<kSource, CodeKind::kF16>(spec);
+    case CodeKind::kRaw: break;
   }
   return nullptr;
 }
@@ -265,14 +312,10 @@ RowKernel PickKernel(const KernelSpec& spec) {
     return spec.digest ? PickRaw<true, true>(bytes) : PickRaw<false, true>(bytes);
   }
   switch (CodeKindOf(spec.source)) {
-    case CodeKind::kF32:
-      return PickWire<CodeKind::kF32>(spec);
-    case CodeKind::kBF16:
-      return PickWire<CodeKind::kBF16>(spec);
-    case CodeKind::kF16:
-      return PickWire<CodeKind::kF16>(spec);
-    case CodeKind::kRaw:
-      break;
+    case CodeKind::kF32: return PickWire<CodeKind::kF32>(spec);
+    case CodeKind::kBF16: return PickWire<CodeKind::kBF16>(spec);
+    case CodeKind::kF16: return PickWire<CodeKind::kF16>(spec);
+    case CodeKind::kRaw: break;
   }
   return nullptr;
 }

@@ -16,8 +16,6 @@ constexpr int64_t kTileSide = 128;
 constexpr int64_t kTileBytes = 8192;
 // Runs longer than this may be cut.
 constexpr int64_t kLongRun = int64_t{256} << 10;
-// Shorter runs leave partial lines behind and are not stored past the cache.
-constexpr int64_t kStreamRun = 1024;
 
 // Strides in bytes of a two-dimensional block.
 struct Strides {
@@ -42,14 +40,10 @@ void CopyStrided(const std::byte* from, Strides from_strides, std::byte* to, Str
 void CopyStrided(int64_t width, const std::byte* from, Strides from_strides, std::byte* to,
                  Strides to_strides, int64_t rows, int64_t columns) {
   switch (width) {
-    case 1:
-      return CopyStrided<uint8_t>(from, from_strides, to, to_strides, rows, columns);
-    case 2:
-      return CopyStrided<uint16_t>(from, from_strides, to, to_strides, rows, columns);
-    case 4:
-      return CopyStrided<uint32_t>(from, from_strides, to, to_strides, rows, columns);
-    default:
-      return CopyStrided<uint64_t>(from, from_strides, to, to_strides, rows, columns);
+    case 1: return CopyStrided<uint8_t>(from, from_strides, to, to_strides, rows, columns);
+    case 2: return CopyStrided<uint16_t>(from, from_strides, to, to_strides, rows, columns);
+    case 4: return CopyStrided<uint32_t>(from, from_strides, to, to_strides, rows, columns);
+    default: return CopyStrided<uint64_t>(from, from_strides, to, to_strides, rows, columns);
   }
 }
 
@@ -127,8 +121,7 @@ void FindKernels(const CopyShape& shape, DType source, OpPlan* plan) {
 
 float Apply(LandingFunction function, float value) {
   switch (function) {
-    case LandingFunction::kNone:
-      return value;
+    case LandingFunction::kNone: return value;
     case LandingFunction::kNegExp:
       return -std::exp(value);  // libm's expf, element by element: the same on every machine
   }
@@ -226,7 +219,7 @@ Sum OpRunner::Rows(const Position& at, int64_t rows, int64_t run, uint64_t tenso
     block.tensor_stride = one ? 0 : plan_.tensor_strides[above];
     block.first = at.first;
     block.tensor_key = tensor_key;
-    block.stream = stream_ && run * plan_.target_bytes >= kStreamRun;
+    block.stream = stream_;
     return DenseRows(block);
   }
   Sum sum;
