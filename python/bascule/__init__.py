@@ -24,7 +24,7 @@ raise `bascule.Forked`.
 """
 
 from bascule import layout
-from bascule._version import __version__
+from bascule._bascule import __version__
 from bascule.coordinator import CoordinatorServer
 from bascule.errors import (
     Aborted,

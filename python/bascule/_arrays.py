@@ -190,9 +190,7 @@ def _view_of_interface(
         ArrayView(
             address=address,
             shape=shape,
-            byte_strides=tuple(
-                interface.get("strides") or dense_strides(shape, element.itemsize)
-            ),
+            byte_strides=tuple(interface.get("strides") or dense_strides(shape, element.itemsize)),
             dtype=element,
             owner=array,
             readonly=bool(readonly),
@@ -212,6 +210,10 @@ def _view_of_torch(name: str, tensor: Any, torch: Any) -> ArrayView:
             f"a {tensor.layout} tensor on {tensor.device.type!r} has no memory that can be read; "
             "give a dense one on the CPU or a CUDA device",
             tensor=name,
+        )
+    if tensor.numel() > 0 and tensor.data_ptr() == 0:
+        raise InvalidArgument(
+            f"a {type(tensor).__name__} has no storage of its own; give what it wraps", tensor=name
         )
     # A parameter can be rebound to other storage; its detached twin cannot.
     owner = tensor.detach()
@@ -252,9 +254,7 @@ def _shared_fd(tensor: Any, torch: Any) -> int:
     return int(fd)
 
 
-def gaps(
-    views: Sequence[ArrayView], begin: int, end: int
-) -> list[tuple[int, int, int, int]]:
+def gaps(views: Sequence[ArrayView], begin: int, end: int) -> list[tuple[int, int, int, int]]:
     """Return the bytes of ``[begin, end)`` that no view covers, as (offset, bytes, count, stride).
 
     Parameters

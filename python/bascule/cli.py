@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import threading
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -39,7 +41,7 @@ def _root(
 def demo(context: typer.Context) -> None:
     """Move a real model's weights on this machine, and watch it."""
     try:
-        from bascule.demo import main as run
+        run = importlib.import_module("bascule.demo").main
     except ImportError as error:
         typer.echo(f"The demo needs more packages: pip install 'bascule[demo]' ({error})", err=True)
         raise typer.Exit(code=1) from error
@@ -49,10 +51,13 @@ def demo(context: typer.Context) -> None:
 @app.command()
 def serve(
     name: Annotated[str, typer.Option(help="Of the job; ranks of another job are refused.")],
-    listen: Annotated[str, typer.Option(help="Address to bind; port 0 takes any.")] = "0.0.0.0:7070",
-    token: Annotated[
-        str, typer.Option(envvar="BASCULE_TOKEN", help="Shared secret of the job.")
-    ] = "",
+    listen: Annotated[
+        str, typer.Option(help="Address to bind; port 0 takes any.")
+    ] = "0.0.0.0:7070",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="File that holds the shared secret of the job.", dir_okay=False),
+    ] = None,
     heartbeat: Annotated[
         float, typer.Option(help="Seconds; a rank that is silent for six of them is gone.")
     ] = 0.5,
@@ -61,6 +66,7 @@ def serve(
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
+    token = token_file.read_text().strip() if token_file else ""
     job = bascule.Job(name=name, listen=listen, token=token, heartbeat=heartbeat)
     try:
         server = bascule.CoordinatorServer.start(job)

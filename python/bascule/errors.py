@@ -1,5 +1,8 @@
 """What goes wrong, as exceptions: one class for each code of the core's ``Status``."""
 
+# Named for their codes, which are no names of errors alone.
+# ruff: noqa: N818
+
 from __future__ import annotations
 
 from typing import Any, ClassVar

@@ -111,7 +111,7 @@ void BindMesh(nb::module_& m) {
         "DTensor's _StridedShard: cut after the shard of ``dim`` on the axes to the right.");
   m.def(
       "at", [](nb::args coordinates) { return AtAny(nb::cast<std::vector<uint32_t>>(coordinates)); },
-      "coordinates"_a,
+      nb::sig("def at(*coordinates: int) -> Placement"),
       "Only ranks with these coordinates along the axis hold it: experts, pipeline stages.");
 }
 

@@ -1,5 +1,6 @@
 #include <nanobind/nanobind.h>
 
+#include "bascule/version.h"
 #include "bind.h"
 #include "calls.h"
 
@@ -7,6 +8,7 @@ namespace bascule::python {
 
 NB_MODULE(_bascule, m) {
   m.doc() = "The core of bascule. Private: use the names in bascule.";
+  m.attr("__version__") = Version();
   // What the exit of the interpreter leaves alive is a session cut short, not a leak to report.
   nb::set_leak_warnings(false);
   BindLayout(m);

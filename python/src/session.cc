@@ -13,12 +13,13 @@
 namespace bascule::python {
 namespace {
 
+using Dict = nb::typed<nb::dict, nb::str, nb::any>;
 using IdPair = std::pair<uint64_t, uint64_t>;
 
 IdPair ToPair(VersionId id) { return {id.term, id.version}; }
 
-nb::dict ToDict(const Phases& phases) {
-  nb::dict dict;
+Dict ToDict(const Phases& phases) {
+  Dict dict;
   dict["publish"] = phases.publish;
   dict["stage"] = phases.stage;
   dict["verify"] = phases.verify;
@@ -29,8 +30,8 @@ nb::dict ToDict(const Phases& phases) {
   return dict;
 }
 
-nb::dict ToDict(const LinkReport& link) {
-  nb::dict dict;
+Dict ToDict(const LinkReport& link) {
+  Dict dict;
   dict["peer"] = link.peer;
   dict["transport"] = link.transport;
   dict["reason"] = link.reason;
@@ -38,8 +39,8 @@ nb::dict ToDict(const LinkReport& link) {
   return dict;
 }
 
-nb::dict ToDict(const Report& report) {
-  nb::dict dict;
+Dict ToDict(const Report& report) {
+  Dict dict;
   dict["id"] = ToPair(report.id);
   dict["phases"] = ToDict(report.phases);
   dict["bytes"] = report.bytes;
@@ -68,7 +69,8 @@ std::function<Status(VersionId)> CallInPython(std::shared_ptr<PostCommitHook> ho
       return Status::Ok();
     } catch (nb::python_error& error) {
       hook->error = nb::borrow(error.value());
-      return Status(Code::kInternal, std::string("the post-commit hook raised ") + error.what());
+      return Status(Code::kInternal, "the post-commit hook raised " +
+                                         nb::cast<std::string>(nb::repr(error.value())));
     }
   };
 }
