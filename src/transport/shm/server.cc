@@ -86,8 +86,10 @@ void Server::OnEvent(uint32_t /*tag*/, uint32_t /*events*/) {
       continue;
     }
     if (error == EINTR || error == ECONNABORTED) continue;
+    // accept4 wants a descriptor before it looks whether anyone waits.
+    if (error == EMFILE || error == ENFILE) error = TurnAwayOne();
+    if (error == 0) continue;
     if (error == EAGAIN || error == EWOULDBLOCK) return;
-    if (TurnAwayOne()) continue;
     // Without a descriptor the listener stays readable: look away instead of spinning.
     std::lock_guard lock(mutex_);
     if (stopped_) return;
@@ -102,22 +104,23 @@ void Server::OnTimer() {
   if (!stopped_) reactor_->Modify(listener_key_, EPOLLIN);
 }
 
-bool Server::TurnAwayOne() {
+int Server::TurnAwayOne() {
   std::lock_guard lock(mutex_);
-  if (stopped_ || !spare_.valid()) {
+  if (stopped_) return EAGAIN;
+  if (!spare_.valid()) {
     spare_ = OpenSpare();
-    return false;
+    return EMFILE;
   }
   spare_.Reset();
   UnixFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-  bool took = socket.valid();
-  if (took) {
+  int error = socket.valid() ? 0 : errno;
+  if (socket.valid()) {
     TurnAway(socket.get(), fmt::format("{} is out of file descriptors; raise its limit (ulimit -n)",
                                        identity_.name));
   }
   socket.Reset();
   spare_ = OpenSpare();
-  return took;
+  return error;
 }
 
 void Server::Accept(UnixFd socket) {

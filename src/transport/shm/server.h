@@ -38,8 +38,9 @@ class Server final : public EventHandler, public std::enable_shared_from_this<Se
 
   Server() = default;
   void Accept(UnixFd socket);
-  // Out of descriptors: takes one waiting client and tells it so. False where even that fails.
-  bool TurnAwayOne();
+  // Out of descriptors: takes one waiting client and tells it so. 0, EAGAIN where nobody waits, or
+  // another errno where even that fails.
+  int TurnAwayOne();
   void Forget(uint64_t id);
   void Authenticated(uint64_t id);
 

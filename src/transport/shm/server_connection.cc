@@ -72,7 +72,7 @@ void ServerConnection::OnEvent(uint32_t tag, uint32_t events) {
 
 void ServerConnection::OnTimer() {
   std::lock_guard lock(mutex_);
-  timer_set_ = false;
+  timer_ = Reactor::Clock::time_point::max();
   if (closed_) return;
   auto due = DueLocked();
   if (due && *due <= Reactor::Clock::now()) return CloseLocked();
@@ -96,8 +96,8 @@ void ServerConnection::WaitLocked() {
   }
   server_->reactor_->Modify(socket_key_, events);
   auto due = DueLocked();
-  if (due && !timer_set_) {
-    timer_set_ = true;
+  if (due && *due < timer_) {
+    timer_ = *due;
     server_->reactor_->At(*due, weak_from_this());
   }
 }

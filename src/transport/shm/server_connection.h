@@ -58,8 +58,8 @@ class ServerConnection final : public EventHandler,
   bool closed_ = false;
   bool close_when_sent_ = false;
   bool handling_ = false;  // a worker has a request of this client
-  bool timer_set_ = false;
   Phase phase_ = Phase::kHello;
+  Reactor::Clock::time_point timer_ = Reactor::Clock::time_point::max();  // the earliest set
   Reactor::Clock::time_point started_;
   Reactor::Clock::time_point progress_;
   FrameAssembler assembler_{kMaxHandshakeBytes};

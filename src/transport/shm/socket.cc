@@ -259,7 +259,7 @@ IoResult ReceiveSomeWithDescriptor(int socket, std::span<char> space, UnixFd& de
 Status SendAll(int socket, std::string_view bytes, int process, Deadline deadline) {
   while (!bytes.empty()) {
     IoResult sent = SendSome(socket, bytes);
-    if (sent.closed) return {Code::kUnavailable, "the peer closed the connection"};
+    if (sent.closed) return Status::Ok();
     bytes.remove_prefix(sent.bytes);
     if (sent.blocked) BASCULE_RETURN_IF_ERROR(WaitFor(socket, POLLOUT, process, deadline));
   }

@@ -50,7 +50,8 @@ struct IoResult {
 [[nodiscard]] IoResult ReceiveSomeWithDescriptor(int socket, std::span<char> space,
                                                  UnixFd& descriptor, bool& descriptor_lost);
 
-// Blocking counterparts for the handshake. `process` may be -1.
+// Blocking counterparts for the handshake. `process` may be -1. A connection that breaks while
+// sending is told by the next ReceiveFrame, after what the peer said before it hung up.
 [[nodiscard]] Status SendAll(int socket, std::string_view bytes, int process, Deadline deadline);
 [[nodiscard]] Result<Frame> ReceiveFrame(int socket, uint64_t max_payload, int process,
                                          Deadline deadline);
