@@ -18,6 +18,13 @@ namespace bascule::HWY_NAMESPACE {
 constexpr uint32_t kInfinity = 0x7F800000;
 constexpr uint32_t kMagnitude = 0x7FFFFFFF;
 
+// condition ? a : b by masks: compilers turn that into vector code where a ternary of a float
+// operation stays a branch.
+HWY_INLINE uint32_t Select(bool condition, uint32_t a, uint32_t b) {
+  const uint32_t mask = 0 - static_cast<uint32_t>(condition);
+  return (a & mask) | (b & ~mask);
+}
+
 HWY_INLINE uint32_t FloatFromBF16(uint32_t code) { return code << 16; }
 
 // `halves` times 2^-24 is the value of a subnormal: exact, and normal as fp32.
@@ -26,13 +33,13 @@ HWY_INLINE uint32_t FloatFromF16(uint32_t code) {
   const uint32_t halves = code & 0x7FFF;
   const auto subnormal =
       std::bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(halves)) * 0x1p-24F);
-  const uint32_t finite = halves < 0x400 ? subnormal : (halves << 13) + (112u << 23);
-  return sign | (halves < 0x7C00 ? finite : (halves << 13) | kInfinity);
+  const uint32_t finite = Select(halves < 0x400, subnormal, (halves << 13) + (112u << 23));
+  return sign | Select(halves < 0x7C00, finite, (halves << 13) | kInfinity);
 }
 
 HWY_INLINE uint32_t BF16FromFloat(uint32_t bits) {
   const uint32_t nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-  return (bits & kMagnitude) > kInfinity ? bits >> 16 | 0x40 : nearest;
+  return Select((bits & kMagnitude) > kInfinity, bits >> 16 | 0x40, nearest);
 }
 
 // Rounds to nearest even. Below 2^-14 the sum with 0.5 has the fp16 subnormals' unit as its last
@@ -43,68 +50,68 @@ HWY_INLINE uint32_t F16FromFloat(uint32_t bits) {
   const uint32_t subnormal =
       std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5F) - 0x3F000000;
   const uint32_t normal = (magnitude - (112u << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13;
-  const uint32_t finite = magnitude < 113u << 23 ? subnormal : normal;
+  const uint32_t finite = Select(magnitude < 113u << 23, subnormal, normal);
   const uint32_t nan = 0x7E00 | (magnitude >> 13 & 0x3FF);
-  const uint32_t special = magnitude > kInfinity ? nan : 0x7C00;
-  return sign | (magnitude < 143u << 23 ? finite : special);
+  const uint32_t special = Select(magnitude > kInfinity, nan, 0x7C00);
+  return sign | Select(magnitude < 143u << 23, finite, special);
 }
 
 HWY_INLINE uint32_t BF16FromWidened(uint32_t bits) { return bits >> 16; }
 
 HWY_INLINE uint32_t F16FromWidened(uint32_t bits) {
   const uint32_t nan = (bits >> 16 & 0x8000) | 0x7C00 | (bits >> 13 & 0x3FF);
-  return (bits & kMagnitude) > kInfinity ? nan : F16FromFloat(bits);
-}
-
-// Casts `count` codes; any alignment. Returns how many did not survive the way there and back
-// (counted for narrowing only).
-template <typename From, typename To, uint32_t (*kCast)(uint32_t), uint32_t (*kBack)(uint32_t)>
-HWY_INLINE uint64_t CastCodes(const std::byte* from, std::byte* to, int64_t count) {
-  uint32_t inexact = 0;  // blocks are short
-  for (int64_t i = 0; i < count; ++i) {
-    From code;
-    std::memcpy(&code, from + i * static_cast<int64_t>(sizeof(From)), sizeof(From));
-    const uint32_t result = kCast(code);
-    const To narrow = static_cast<To>(result);
-    std::memcpy(to + i * static_cast<int64_t>(sizeof(To)), &narrow, sizeof(To));
-    if constexpr (kBack != nullptr) inexact += kBack(result) != code ? 1 : 0;
-  }
-  return inexact;
+  return Select((bits & kMagnitude) > kInfinity, nan, F16FromFloat(bits));
 }
 
 HWY_INLINE uint32_t F16FromBF16(uint32_t code) { return F16FromFloat(FloatFromBF16(code)); }
 HWY_INLINE uint32_t BF16FromF16(uint32_t code) { return BF16FromFloat(FloatFromF16(code)); }
 
-uint64_t CastBlock(DType from_type, DType to_type, bool widened, const std::byte* from,
-                   std::byte* to, int64_t count) {
+// Casts `count` codes; any alignment.
+template <typename From, typename To, uint32_t (*kCast)(uint32_t)>
+HWY_INLINE void CastCodes(const std::byte* from, std::byte* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    From code;
+    std::memcpy(&code, from + i * static_cast<int64_t>(sizeof(From)), sizeof(From));
+    const To result = static_cast<To>(kCast(code));
+    std::memcpy(to + i * static_cast<int64_t>(sizeof(To)), &result, sizeof(To));
+  }
+}
+
+// Narrows `count` widened codes; returns how many were not widened ones. Blocks are short.
+template <uint32_t (*kNarrow)(uint32_t), uint32_t (*kWiden)(uint32_t)>
+HWY_INLINE uint64_t NarrowBack(const std::byte* from, std::byte* to, int64_t count) {
+  uint32_t inexact = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t code;
+    std::memcpy(&code, from + i * 4, 4);
+    const uint32_t narrow = kNarrow(code);
+    const auto result = static_cast<uint16_t>(narrow);
+    std::memcpy(to + i * 2, &result, 2);
+    inexact += kWiden(narrow) != code ? 1 : 0;
+  }
+  return inexact;
+}
+
+uint64_t NarrowBackBlock(DType to_type, const std::byte* from, std::byte* to, int64_t count) {
+  return to_type == DType::kBF16 ? NarrowBack<BF16FromWidened, FloatFromBF16>(from, to, count)
+                                 : NarrowBack<F16FromWidened, FloatFromF16>(from, to, count);
+}
+
+// Types differ and are castable.
+void CastBlock(DType from_type, DType to_type, const std::byte* from, std::byte* to,
+               int64_t count) {
   using U16 = uint16_t;
   using U32 = uint32_t;
-  const bool to_bf16 = to_type == DType::kBF16;
-  switch (from_type) {
-    case DType::kF32:
-      if (widened) {
-        return to_bf16 ? CastCodes<U32, U16, BF16FromWidened, FloatFromBF16>(from, to, count)
-                       : CastCodes<U32, U16, F16FromWidened, FloatFromF16>(from, to, count);
-      }
-      return to_bf16 ? CastCodes<U32, U16, BF16FromFloat, nullptr>(from, to, count)
-                     : CastCodes<U32, U16, F16FromFloat, nullptr>(from, to, count);
-    case DType::kBF16:
-      return to_type == DType::kF32 ? CastCodes<U16, U32, FloatFromBF16, nullptr>(from, to, count)
-                                    : CastCodes<U16, U16, F16FromBF16, nullptr>(from, to, count);
-    case DType::kF16:
-      return to_type == DType::kF32 ? CastCodes<U16, U32, FloatFromF16, nullptr>(from, to, count)
-                                    : CastCodes<U16, U16, BF16FromF16, nullptr>(from, to, count);
-    case DType::kF64:
-    case DType::kF8E4M3:
-    case DType::kF8E5M2:
-    case DType::kI64:
-    case DType::kI32:
-    case DType::kI16:
-    case DType::kI8:
-    case DType::kU8:
-    case DType::kBool: break;
+  if (from_type == DType::kF32) {
+    if (to_type == DType::kBF16) return CastCodes<U32, U16, BF16FromFloat>(from, to, count);
+    return CastCodes<U32, U16, F16FromFloat>(from, to, count);
   }
-  return 0;
+  if (from_type == DType::kBF16) {
+    if (to_type == DType::kF32) return CastCodes<U16, U32, FloatFromBF16>(from, to, count);
+    return CastCodes<U16, U16, F16FromBF16>(from, to, count);
+  }
+  if (to_type == DType::kF32) return CastCodes<U16, U32, FloatFromF16>(from, to, count);
+  return CastCodes<U16, U16, BF16FromF16>(from, to, count);
 }
 
 }  // namespace bascule::HWY_NAMESPACE
@@ -121,6 +128,7 @@ HWY_AFTER_NAMESPACE();
 namespace bascule {
 
 HWY_EXPORT(CastBlock);
+HWY_EXPORT(NarrowBackBlock);
 
 namespace {
 
@@ -250,8 +258,12 @@ class BoxSummer {
     }
     for (int64_t done = 0; done < count; done += kBlockElements) {
       const int64_t block = std::min(kBlockElements, count - done);
-      inexact_ += HWY_DYNAMIC_DISPATCH(CastBlock)(memory_, wire_, widened_, data + done * width_,
-                                                  cast_.data(), block);
+      const std::byte* from = data + done * width_;
+      if (widened_) {
+        inexact_ += HWY_DYNAMIC_DISPATCH(NarrowBackBlock)(wire_, from, cast_.data(), block);
+      } else {
+        HWY_DYNAMIC_DISPATCH(CastBlock)(memory_, wire_, from, cast_.data(), block);
+      }
       digest_ += DigestRun(cast_.data(), first + done, block, DTypeSize(wire_), tensor_key_);
     }
   }
