@@ -24,7 +24,7 @@ raise `bascule.Forked`.
 """
 
 from bascule import layout
-from bascule._bascule import __version__
+from bascule._bascule import version as _version
 from bascule.coordinator import CoordinatorServer
 from bascule.errors import (
     Aborted,
@@ -54,6 +54,8 @@ from bascule.layout import Layout, LayoutBuilder
 from bascule.receiver import ReceiverState, ShadowMode, Update, WeightReceiver
 from bascule.report import LinkReport, Phases, Report, VersionId
 from bascule.sender import ArenaMode, Publication, PublicationState, WeightSender
+
+__version__ = _version()
 
 __all__ = [
     "HOST_HERE",

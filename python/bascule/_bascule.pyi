@@ -8,6 +8,9 @@ import enum
 from typing import Any
 
 
+def version() -> str:
+    """The library's version."""
+
 class DType(enum.Enum):
     """The type of an element, by its safetensors name."""
 

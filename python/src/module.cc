@@ -8,7 +8,7 @@ namespace bascule::python {
 
 NB_MODULE(_bascule, m) {
   m.doc() = "The core of bascule. Private: use the names in bascule.";
-  m.attr("__version__") = Version();
+  m.def("version", &Version, "The library's version.");
   // What the exit of the interpreter leaves alive is a session cut short, not a leak to report.
   nb::set_leak_warnings(false);
   BindLayout(m);

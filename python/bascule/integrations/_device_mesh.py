@@ -103,7 +103,7 @@ def _coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
 
 def _digits(mesh: DeviceMesh, dim: int) -> list[_Digit]:
     """Write the ranks along a dimension as digits of the rank number, most significant first."""
-    ranks = mesh.mesh.movedim(dim, 0).flatten(1)[:, 0].tolist()
+    ranks = mesh.mesh.movedim(dim, 0).reshape(mesh.size(dim), -1)[:, 0].tolist()
     offsets = [rank - ranks[0] for rank in ranks]
     digits: list[_Digit] = []
     done = 1
