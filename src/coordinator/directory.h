@@ -55,12 +55,20 @@ struct HeldVersion {
   uint64_t layout_serial = 0;
   std::vector<Sum> replica_sums;  // see HeldRequest
   int64_t publish_start_ns = 0;   // wall clock
+  int64_t deadline_ns = 0;        // as HeldRequest's; only looked at in Join
 };
 struct MemberState {
   std::vector<HeldVersion> held;  // HELD and not revoking (trainers)
   VersionId serving;              // rollouts: committed version, or none
   bool servable = true;
   uint64_t highest_term = 0;      // highest term this process has seen
+  // Trainers: the term that Join put this incarnation in and that it means to go on with. 0 asks for
+  // a place in the current term (a first Join, or a reconnect after kStaleTerm).
+  uint64_t joined_term = 0;
+  bool term_complete = false;  // it knows that all ranks of joined_term had joined
+  // Incarnations that it was told are gone and that it acted upon (the rule of IN_DOUBT), so that a
+  // restarted coordinator does not take them back.
+  std::vector<uint64_t> told_gone;
   std::vector<HeldVersion> told;  // versions not held any more whose ABORTED or AVAILABLE it was told
 };
 
@@ -73,9 +81,14 @@ struct JoinRequest {
   std::string build;  // logged only
   MemberInfo member;
   MemberState state;
+  uint64_t told_epoch = 0;
 };
 struct JoinReply {
-  uint64_t term = 0;   // of the trainer world (0: none opened yet; rollouts only)
+  // Trainers: the term that the member is in. Rollouts: the current one (0: none opened yet).
+  uint64_t term = 0;
+  // Trainers: `term` is over. The member stays a holder of the old term's versions that it holds;
+  // to publish it must connect anew.
+  bool stale_term = false;
   uint64_t epoch = 0;
   int64_t wall_ns = 0;  // coordinator's clock
   int64_t heartbeat_ms = 0;
@@ -101,7 +114,8 @@ struct HeartbeatReply {
   // coordinator is new. `rejoin` says whether it may join again as it is.
   bool member = false;
   bool rejoin = false;
-  uint64_t term = 0;
+  bool stale_term = false;  // trainers: see JoinReply; calls get kStaleTerm
+  uint64_t term = 0;        // the current one
   uint64_t epoch = 0;
   uint64_t coordinator = 0;
   int64_t wall_ns = 0;
@@ -129,7 +143,10 @@ struct VersionReply {
 struct PollReply {
   bool offered = false;
   VersionId id;
-  uint64_t epoch = 0;  // membership to plan with
+  uint64_t epoch = 0;  // membership to plan with: MembersFor(id, epoch)
+  // False: MembersFor(id, epoch) is what Members() said at that epoch, so a cached one serves. True:
+  // the version is of an older term, or some holder published it under a layout it has since left.
+  bool own_membership = false;
   int64_t publish_start_ns = 0;
 };
 
@@ -142,7 +159,13 @@ class Directory {
                                                          Deadline deadline) = 0;
   // UpdateLayout: replaces template, coordinates and addresses; opens an epoch.
   [[nodiscard]] virtual Result<JoinReply> Rebind(const MemberInfo& member, Deadline deadline) = 0;
+  // The live ranks: trainers of the current term, and rollouts.
   [[nodiscard]] virtual Result<Membership> Members(Deadline deadline) = 0;
+  // The membership to plan `id` with: the live trainers of its term, each under the layout with
+  // which it published `id`, and the rollouts. As of the epoch that Poll gave (kept for the last few
+  // epochs, then kNotFound), so that all ranks of an engine get one answer; 0: now.
+  [[nodiscard]] virtual Result<Membership> MembersFor(VersionId id, uint64_t epoch,
+                                                      Deadline deadline) = 0;
   // Waits until all trainer ranks of the caller's term have joined.
   [[nodiscard]] virtual Result<Membership> WaitComplete(uint64_t incarnation,
                                                         Deadline deadline) = 0;
