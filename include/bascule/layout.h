@@ -116,7 +116,7 @@ struct Binding {
   Box box;
   int64_t byte_offset = 0;
   std::array<int64_t, kMaxDims> byte_strides{};  // >= 0; any value where the extent is 1
-  DType dtype = DType::kF32;                     // of the memory; a source's may differ from publish
+  DType dtype = DType::kF32;  // of the memory; a source's may differ from publish
   LandingFunction function = LandingFunction::kNone;
 };
 
@@ -161,9 +161,9 @@ struct Layout {
 enum class Side : uint8_t { kSource, kDestination };
 
 // Checks one rank's layout by itself: names unique, shapes legal, boxes inside their tensors,
-// bindings inside their buffers, dtypes as the side needs them, the boxes those of `world` where one
-// is set. A source must bind each element once; a destination may bind a box twice (one need, two
-// landings). Data pointers are not looked at. InvalidArgument names the tensor and the remedy.
+// bindings inside their buffers, dtypes as the side needs them, the boxes those of `world` where
+// one is set. A source must bind each element once; a destination may bind a box twice (one need,
+// two landings). Data pointers are not looked at. InvalidArgument names the tensor and the remedy.
 [[nodiscard]] Status ValidateLayout(const Layout& layout, Side side = Side::kSource);
 
 // Checks that bindings and padding fill every byte of every buffer exactly once (destinations).

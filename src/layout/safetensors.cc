@@ -4,10 +4,11 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
-#include <set>
+#include <tuple>
 #include <unordered_map>
 
 #include "layout/checked.h"
+#include "layout/json_reader.h"
 
 namespace bascule {
 namespace {
@@ -42,25 +43,6 @@ Result<std::string_view> HeaderText(std::string_view prefix, uint64_t file_bytes
                                prefix.size() - kLengthBytes));
   }
   return prefix.substr(kLengthBytes, length);
-}
-
-// Parses an object whose keys must be unique: nlohmann keeps the last of equal keys silently.
-Result<Json> ParseUnique(std::string_view text) {
-  std::vector<std::set<std::string>> open;  // keys of the objects that are being read
-  std::string duplicate;
-  auto watch = [&](int, Json::parse_event_t event, Json& value) {
-    if (event == Json::parse_event_t::object_start) open.emplace_back();
-    if (event == Json::parse_event_t::object_end) open.pop_back();
-    if (event == Json::parse_event_t::key) {
-      const auto& key = value.get_ref<const std::string&>();
-      if (!open.back().insert(key).second && duplicate.empty()) duplicate = key;
-    }
-    return true;
-  };
-  Json header = Json::parse(text.begin(), text.end(), watch, false);
-  if (header.is_discarded() || !header.is_object()) return Invalid("the header is no JSON object");
-  if (!duplicate.empty()) return Invalid(duplicate, "the key occurs twice");
-  return header;
 }
 
 // A JSON number that is an integer in [0, 2^63).
@@ -102,7 +84,6 @@ Result<SafetensorsTensor> ParseTensor(const std::string& name, const Json& value
   std::optional<int64_t> bytes = TensorBytes(tensor.tensor.shape, *known);
   int64_t begin = 0;
   int64_t end = 0;
-  // Not printed with dump(), which recurses as deep as the input says.
   if (!bytes || !GetUnsigned((*offsets)[0], &begin) || !GetUnsigned((*offsets)[1], &end) ||
       end < begin || end - begin != *bytes) {
     return Invalid(name, fmt::format("data_offsets [{}, {}] do not fit shape [{}] of {}", begin,
@@ -141,7 +122,8 @@ Status CheckOffsets(const SafetensorsHeader& header, uint64_t data_bytes) {
 
 Result<SafetensorsHeader> ParseSafetensorsHeader(std::string_view prefix, uint64_t file_bytes) {
   BASCULE_ASSIGN_OR_RETURN(std::string_view text, HeaderText(prefix, file_bytes));
-  BASCULE_ASSIGN_OR_RETURN(Json json, ParseUnique(text));
+  BASCULE_ASSIGN_OR_RETURN(Json json, ParseJson(text));
+  if (!json.is_object()) return Invalid("the header is no JSON object");
   SafetensorsHeader header;
   header.data_offset = kLengthBytes + text.size();
   for (const auto& [name, value] : json.items()) {

@@ -57,7 +57,7 @@ TEST(Safetensors, NamesWhatIsWrong) {
       {"a header of", longer},
       {"a header of", File(kGood, 40).substr(0, 50)},
       {"no JSON object", File("[1]", 0)},
-      {"no JSON object", File("{\"w\":", 0)},
+      {"line 1, column 6", File("{\"w\":", 0)},
       {"needs a dtype", one("3")},
       {"needs a dtype", one(R"({"dtype":"F32","shape":[2]})")},
       {"dtype 'F7'", one(R"({"dtype":"F7","shape":[2],"data_offsets":[0,8]})")},
