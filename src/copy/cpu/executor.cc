@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdio>
@@ -185,8 +186,17 @@ class JobWorker {
 
  private:
   void RunSlice(const Slice& slice) {
+    uint32_t next = slice.first + 1;  // the first operation that is not prefetched yet
+    int64_t ahead = 0;                // bytes that are prefetched and not used yet
     for (uint32_t i = slice.first; i < slice.last; ++i) {
       const CopyOp& op = job_.program.ops[i];
+      for (; next < slice.last && ahead < kAheadBytes; ++next) {
+        const CopyOp& later = job_.program.ops[next];
+        fetched_[next % kAheadOps] =
+            static_cast<int32_t>(runner_.Prefetch(later, ReadFrom(later), kAheadBytes));
+        ahead += fetched_[next % kAheadOps];
+      }
+      if (i > slice.first) ahead -= fetched_[i % kAheadOps];
       const CopyShape& shape = job_.program.shapes[op.shape];
       const bool digest = job_.digest && op.sum != kNoSum;
       if (job_.mode == RunMode::kDigestTarget && shape.function != LandingFunction::kNone) continue;
@@ -209,9 +219,14 @@ class JobWorker {
     return job_.targets[op.target_base].data + op.target_offset;
   }
 
+  // Operations that follow one another may lie anywhere, which no hardware prefetcher foresees.
+  static constexpr int64_t kAheadBytes = 8192;
+  static constexpr size_t kAheadOps = 256;  // more than fit: each counts a cache line at least
+
   Job& job_;
   OpRunner runner_;
   SumWriter sums_;
+  std::array<int32_t, kAheadOps> fetched_{};
 };
 
 }  // namespace

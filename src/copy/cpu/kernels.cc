@@ -226,41 +226,29 @@ template <CodeKind kSource, CodeKind kWire, CodeKind kTarget, bool kDigest, bool
 uint64_t CopyRows(const RowBlock& block) {
   RunCopier<kSource, kWire, kTarget, kDigest, kStore, kNarrowBack> copier(
       Digester(block.tensor_key));
-  const int64_t run_bytes = block.run * static_cast<int64_t>(kCodeBytes<kSource>);
+  // Rows that are not cast count in bytes.
+  const int64_t scale = kSource == CodeKind::kRaw ? block.element_bytes : 1;
+  const int64_t run = block.run * scale;
+  const int64_t run_bytes = run * static_cast<int64_t>(kCodeBytes<kSource>);
   const int64_t rows_ahead = run_bytes >= kAheadBytes ? 1 : (kAheadBytes - 1) / run_bytes + 1;
   const int64_t beyond = run_bytes >= kAheadBytes ? kAheadBytes - run_bytes + block.source_stride
                                                   : rows_ahead * block.source_stride;
   const uint8_t* source = reinterpret_cast<const uint8_t*>(block.source);
   uint8_t* target = reinterpret_cast<uint8_t*>(block.target);
-  uint64_t first = static_cast<uint64_t>(block.first);
+  uint64_t first = static_cast<uint64_t>(block.first * scale);
   for (int64_t row = 0; row < block.rows; ++row) {
-    copier.Run(source, target, static_cast<uint64_t>(block.run), first, block.stream,
+    copier.Run(source, target, static_cast<uint64_t>(run), first, block.stream,
                row + rows_ahead < block.rows ? beyond : 0);
     source += block.source_stride;
     if (kStore) target += block.target_stride;
-    first += static_cast<uint64_t>(block.tensor_stride);
+    first += static_cast<uint64_t>(block.tensor_stride * scale);
   }
   return copier.Finish();
 }
 
-// Uncast rows count in bytes.
-template <int64_t kBytes, bool kDigest, bool kStore>
-uint64_t CopyRawRows(const RowBlock& block) {
-  RowBlock bytes = block;
-  bytes.run *= kBytes;
-  bytes.tensor_stride *= kBytes;
-  bytes.first *= kBytes;
-  return CopyRows<CodeKind::kRaw, CodeKind::kRaw, CodeKind::kRaw, kDigest, kStore>(bytes);
-}
-
 template <bool kDigest, bool kStore>
-RowKernel PickRaw(int bytes) {
-  switch (bytes) {
-    case 1: return &CopyRawRows<1, kDigest, kStore>;
-    case 2: return &CopyRawRows<2, kDigest, kStore>;
-    case 4: return &CopyRawRows<4, kDigest, kStore>;
-    default: return &CopyRawRows<8, kDigest, kStore>;
-  }
+RowKernel PickRaw() {
+  return &CopyRows<CodeKind::kRaw, CodeKind::kRaw, CodeKind::kRaw, kDigest, kStore>;
 }
 
 template <CodeKind kSource, CodeKind kWire, CodeKind kTarget>
@@ -307,9 +295,8 @@ RowKernel PickWire(const KernelSpec& spec) {
 
 RowKernel PickKernel(const KernelSpec& spec) {
   if (spec.source == spec.wire && (spec.wire == spec.target || !spec.store)) {
-    const int bytes = DTypeSize(spec.source);
-    if (!spec.store) return PickRaw<true, false>(bytes);
-    return spec.digest ? PickRaw<true, true>(bytes) : PickRaw<false, true>(bytes);
+    if (!spec.store) return PickRaw<true, false>();
+    return spec.digest ? PickRaw<true, true>() : PickRaw<false, true>();
   }
   switch (CodeKindOf(spec.source)) {
     case CodeKind::kF32: return PickWire<CodeKind::kF32>(spec);

@@ -14,6 +14,7 @@ struct RowBlock {
   const std::byte* source = nullptr;
   std::byte* target = nullptr;  // not used by kernels that only digest
   int64_t run = 0;              // elements
+  int64_t element_bytes = 1;    // of the source; for kernels that do not cast
   int64_t rows = 1;
   int64_t source_stride = 0;  // bytes from row to row
   int64_t target_stride = 0;  // bytes

@@ -14,6 +14,7 @@ namespace {
 constexpr int64_t kTileSide = 128;
 // Tiles fit the first-level cache.
 constexpr int64_t kTileBytes = 8192;
+constexpr int64_t kLineBytes = 64;
 // Runs longer than this may be cut.
 constexpr int64_t kLongRun = int64_t{256} << 10;
 
@@ -190,6 +191,11 @@ Sum OpRunner::Run(const CopyOp& op, const std::byte* source, std::byte* target, 
   (void)PlanFor(op.shape);
   digest_ = digest;
   const int64_t inner = plan_.inner();
+  // Small operations by the million: no divisions.
+  if (begin == 0 && end == plan_.elements && plan_.ndim <= 2) {
+    const int64_t rows = plan_.ndim < 2 ? 1 : plan_.extents[0];
+    return Rows({source, target, op.first_element}, rows, inner, op.tensor_key);
+  }
   Sum sum;
   while (begin < end) {
     const int64_t column = begin % inner;
@@ -204,6 +210,26 @@ Sum OpRunner::Run(const CopyOp& op, const std::byte* source, std::byte* target, 
   return sum;
 }
 
+int64_t OpRunner::Prefetch(const CopyOp& op, const std::byte* source, int64_t most_bytes) const {
+  const CopyShape& shape = program_.shapes[op.shape];
+  const auto& strides =
+      mode_ == RunMode::kDigestTarget ? shape.target_strides : shape.source_strides;
+  const int64_t width = DTypeSize(mode_ == RunMode::kDigestTarget ? shape.target : shape.source);
+  const size_t ndim = static_cast<size_t>(shape.ndim);
+  const bool dense = ndim > 0 && strides[ndim - 1] == width;
+  const int64_t run = dense ? shape.extents[ndim - 1] * width : width;
+  const size_t outer = dense ? 2 : 1;  // the dimension of rows, from the end
+  const int64_t rows = ndim < outer ? 1 : shape.extents[ndim - outer];
+  const int64_t stride = ndim < outer ? 0 : strides[ndim - outer];
+  int64_t fetched = 0;
+  for (int64_t row = 0; row < rows && fetched < most_bytes; ++row, source += stride) {
+    const int64_t bytes = std::min(run, most_bytes - fetched);
+    for (int64_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(source + at);
+    fetched += std::max(bytes, kLineBytes);
+  }
+  return fetched;
+}
+
 Sum OpRunner::Rows(const Position& at, int64_t rows, int64_t run, uint64_t tensor_key) {
   const bool dense = plan_.source_dense && plan_.target_dense;
   if (dense && plan_.function == LandingFunction::kNone) {
@@ -213,6 +239,7 @@ Sum OpRunner::Rows(const Position& at, int64_t rows, int64_t run, uint64_t tenso
     block.source = at.source;
     block.target = at.target;
     block.run = run;
+    block.element_bytes = plan_.source_bytes;
     block.rows = rows;
     block.source_stride = one ? 0 : plan_.source_strides[above];
     block.target_stride = one ? 0 : plan_.target_strides[above];
@@ -286,6 +313,7 @@ Sum OpRunner::Tile(const Position& at, int64_t rows, int64_t run, uint64_t tenso
   block.tensor_stride = plan_.tensor_strides[above];
   block.rows = rows;
   block.run = run;
+  block.element_bytes = plan_.source_bytes;
   block.first = at.first;
   block.tensor_key = tensor_key;
 

@@ -61,6 +61,9 @@ class OpRunner {
                         int64_t end, bool digest);
   [[nodiscard]] const OpPlan& PlanFor(uint32_t shape);
 
+  // Prefetches what the operation reads first, at most `most_bytes`; returns how much that is.
+  int64_t Prefetch(const CopyOp& op, const std::byte* source, int64_t most_bytes) const;
+
  private:
   struct Position {
     const std::byte* source;
