@@ -120,7 +120,6 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 #include <algorithm>
 #include <array>
-#include <map>
 #include <utility>
 
 #include "digest/audit.h"
@@ -338,33 +337,66 @@ Status TensorError(const LogicalTensor& tensor, Code code, std::string message) 
   return Status(code, std::move(message)).WithTensor(tensor.name);
 }
 
+// Appends the boxes of a without b.
+void Subtract(const Box& a, const Box& b, std::vector<Box>* rest) {
+  const Box common = a.Intersect(b);
+  if (common.empty()) return rest->push_back(a);
+  Box core = a;
+  for (int d = 0; d < a.ndim(); ++d) {
+    Box side = core;
+    side[d].end = common[d].begin;
+    if (!side.empty()) rest->push_back(side);
+    side = core;
+    side[d].begin = common[d].end;
+    if (!side.empty()) rest->push_back(side);
+    core[d] = common[d];
+  }
+}
+
 // Sums the bindings of a layout.
 class LayoutSummer {
  public:
   LayoutSummer(const Layout& layout, const std::function<bool()>& cancelled, Side side)
-      : layout_(layout), cancelled_(cancelled), side_(side), sums_(layout.tensors.size()) {
-    boxes_.resize(layout.tensors.size());
-  }
+      : layout_(layout),
+        cancelled_(cancelled),
+        side_(side),
+        sums_(layout.tensors.size()),
+        earlier_(layout.tensors.size()) {}
 
+  // Counts what no earlier binding holds; what one does must be equal in both.
   Status Add(const Binding& binding, DType wire) {
-    const LogicalTensor& tensor = layout_.tensors[binding.tensor];
-    Sum sum;
-    BASCULE_RETURN_IF_ERROR(SumBinding(binding, wire, &sum));
-    auto [at, added] = boxes_[binding.tensor].try_emplace(binding.box, sum);
-    if (added) {
-      sums_[binding.tensor] += sum;
-      return Status::Ok();
+    std::vector<Box> rest{binding.box};
+    for (const Binding* other : earlier_[binding.tensor]) {
+      const Box common = other->box.Intersect(binding.box);
+      if (common.empty()) continue;
+      BASCULE_RETURN_IF_ERROR(Compare(*other, binding, common, wire));
+      std::vector<Box> left;
+      for (const Box& box : rest) Subtract(box, common, &left);
+      rest = std::move(left);
     }
-    if (at->second == sum) return Status::Ok();
-    return TensorError(tensor, Code::kDataLoss,
-                       "two copies of box " + binding.box.ToString() +
-                           " differ; the second is in " + layout_.buffers[binding.buffer].name);
+    for (const Box& box : rest) {
+      BASCULE_RETURN_IF_ERROR(SumPart(binding, box, wire, &sums_[binding.tensor]));
+    }
+    earlier_[binding.tensor].push_back(&binding);
+    return Status::Ok();
   }
 
   [[nodiscard]] std::vector<Sum> Take() && { return std::move(sums_); }
 
  private:
-  Status SumBinding(const Binding& binding, DType wire, Sum* sum) const {
+  Status Compare(const Binding& first, const Binding& second, const Box& box, DType wire) const {
+    Sum sums[2];
+    BASCULE_RETURN_IF_ERROR(SumPart(first, box, wire, &sums[0]));
+    BASCULE_RETURN_IF_ERROR(SumPart(second, box, wire, &sums[1]));
+    if (sums[0] == sums[1]) return Status::Ok();
+    return TensorError(
+        layout_.tensors[first.tensor], Code::kDataLoss,
+        "box " + box.ToString() + " is not the same in " + layout_.buffers[first.buffer].name +
+            " at byte " + std::to_string(first.byte_offset) + " and in " +
+            layout_.buffers[second.buffer].name + " at byte " + std::to_string(second.byte_offset));
+  }
+
+  Status SumPart(const Binding& binding, const Box& part, DType wire, Sum* sum) const {
     const LogicalTensor& tensor = layout_.tensors[binding.tensor];
     const Buffer& buffer = layout_.buffers[binding.buffer];
     if (buffer.kind == MemoryKind::kDevice) {
@@ -381,7 +413,7 @@ class LayoutSummer {
     const uint64_t key = TensorKey(tensor.name);
     uint64_t inexact = 0;
     std::vector<Box> slices;
-    AppendSlices(binding.box, DTypeSize(binding.dtype), &slices);
+    AppendSlices(part, DTypeSize(binding.dtype), &slices);
     for (const Box& slice : slices) {
       if (cancelled_ && cancelled_()) return Status(Code::kAborted, "the audit was cancelled");
       *sum += SumBox(memory, slice, tensor.shape, wire, key,
@@ -389,16 +421,15 @@ class LayoutSummer {
     }
     if (inexact == 0) return Status::Ok();
     return TensorError(tensor, Code::kDataLoss,
-                       std::to_string(inexact) + " values of box " + binding.box.ToString() +
-                           " in " + buffer.name + " are not values of " +
-                           std::string(DTypeName(wire)));
+                       std::to_string(inexact) + " values of box " + part.ToString() + " in " +
+                           buffer.name + " are not values of " + std::string(DTypeName(wire)));
   }
 
   const Layout& layout_;
   const std::function<bool()>& cancelled_;
   const Side side_;
   std::vector<Sum> sums_;
-  std::vector<std::map<Box, Sum>> boxes_;
+  std::vector<std::vector<const Binding*>> earlier_;  // per tensor
 };
 
 bool AllDigits(std::string_view text) {

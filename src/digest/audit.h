@@ -34,12 +34,13 @@ struct StridedBox {
 [[nodiscard]] Sum SumBox(const StridedBox& memory, const Box& want, std::span<const int64_t> shape,
                          DType wire, uint64_t tensor_key, uint64_t* inexact = nullptr);
 
-// Per-tensor sums of a whole layout: sums[i] is over every binding of tensors[i] in the wire dtype
-// wire_of(i) (each distinct box once; bindings whose boxes are equal must have equal sums, else the
-// error is kDataLoss naming the tensor). Bindings with a landing function are skipped.
-// `selected(i)` false leaves a tensor out. `side` tells how SumBox casts; a destination's values
-// that are not values of the wire dtype are kDataLoss too. `cancelled` is asked every few MiB; true
-// ends the walk with kAborted. Buffers in device memory are kUnimplemented.
+// Per-tensor sums of a whole layout: sums[i] is over the bindings of tensors[i] in the wire dtype
+// wire_of(i), keyed by tensors[i].name. Each element counts once: what several bindings hold must
+// be equal in all of them, else the error is kDataLoss naming the tensor. Bindings with a landing
+// function are skipped. `selected(i)` false leaves a tensor out. `side` tells how SumBox casts; a
+// destination's values that are not values of the wire dtype are kDataLoss too. `cancelled` is
+// asked every few MiB; true ends the walk with kAborted. Buffers in device memory are
+// kUnimplemented.
 [[nodiscard]] Result<std::vector<Sum>> SumLayout(const Layout& layout,
                                                  const std::function<DType(uint32_t)>& wire_of,
                                                  const std::function<bool(uint32_t)>& selected,

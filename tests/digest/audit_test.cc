@@ -349,6 +349,28 @@ TEST_F(SumLayoutTest, NamesTheTensorWhoseCopiesDiffer) {
   EXPECT_THAT(sums.status().message(), HasSubstr("[0:4, 0:8]"));
 }
 
+TEST_F(SumLayoutTest, CountsOverlapsOnceAndComparesThem) {
+  const Sum whole = (*SumAll(DType::kF32))[0];
+  // Rows 2-5 of "a.0.w" again, in a buffer of their own.
+  std::vector<std::byte> again(128);
+  std::memcpy(again.data(), &bytes_[64], 64);
+  std::memcpy(again.data() + 64, &bytes_[256], 64);
+  layout_.buffers.push_back({"again", again.data(), again.size()});
+  Binding binding = layout_.bindings[0];
+  binding.buffer = 1;
+  binding.byte_offset = 0;
+  binding.box = Box{{2, 6}, {0, 8}};
+  layout_.bindings.insert(layout_.bindings.begin(), binding);
+  auto sums = SumAll(DType::kF32);
+  ASSERT_TRUE(sums.ok()) << sums.status().ToString();
+  EXPECT_EQ((*sums)[0], whole);
+  again[64 + 33] ^= std::byte{2};
+  sums = SumAll(DType::kF32);
+  ASSERT_FALSE(sums.ok());
+  EXPECT_EQ(sums.status().tensor(), "a.0.w");
+  EXPECT_THAT(sums.status().message(), HasSubstr("[4:6, 0:8]"));
+}
+
 TEST_F(SumLayoutTest, WidenedValuesMustNarrowBackOnADestinationOnly) {
   bytes_[256] ^= std::byte{1};
   auto landed = SumAll(DType::kBF16);
