@@ -51,7 +51,7 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
 
 
 def mesh_of(rank: int, **sizes: int) -> DeviceMesh:
-    """A mesh with names of its own: FSDP2 keeps equal ones, with their rank, over process groups."""
+    """A mesh with names of its own: FSDP2 keeps equal ones, and their rank, over groups."""
     names = tuple(f"{name}{rank}" for name in sizes)
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=names)
 
