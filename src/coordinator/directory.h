@@ -61,15 +61,16 @@ struct MemberState {
   std::vector<HeldVersion> held;  // HELD and not revoking (trainers)
   VersionId serving;              // rollouts: committed version, or none
   bool servable = true;
-  uint64_t highest_term = 0;      // highest term this process has seen
-  // Trainers: the term that Join put this incarnation in and that it means to go on with. 0 asks for
-  // a place in the current term (a first Join, or a reconnect after kStaleTerm).
+  uint64_t highest_term = 0;  // highest term this process has seen
+  // Trainers: the term that Join put this incarnation in and that it means to go on with. 0 asks
+  // for a place in the current term (a first Join, or a reconnect after kStaleTerm).
   uint64_t joined_term = 0;
   bool term_complete = false;  // it knows that all ranks of joined_term had joined
   // Incarnations that it was told are gone and that it acted upon (the rule of IN_DOUBT), so that a
   // restarted coordinator does not take them back.
   std::vector<uint64_t> told_gone;
-  std::vector<HeldVersion> told;  // versions not held any more whose ABORTED or AVAILABLE it was told
+  std::vector<HeldVersion>
+      told;  // versions not held any more whose ABORTED or AVAILABLE it was told
 };
 
 struct JoinRequest {
@@ -98,7 +99,7 @@ struct JoinReply {
 struct Membership {
   uint64_t epoch = 0;
   uint64_t term = 0;
-  bool complete = false;  // all trainer ranks of the term have joined
+  bool complete = false;            // all trainer ranks of the term have joined
   std::vector<MemberInfo> members;  // sorted by (role, engine, rank); only live ones
 };
 
@@ -144,8 +145,9 @@ struct PollReply {
   bool offered = false;
   VersionId id;
   uint64_t epoch = 0;  // membership to plan with: MembersFor(id, epoch)
-  // False: MembersFor(id, epoch) is what Members() said at that epoch, so a cached one serves. True:
-  // the version is of an older term, or some holder published it under a layout it has since left.
+  // False: MembersFor(id, epoch) is what Members() said at that epoch, so a cached one serves.
+  // True: the version is of an older term, or some holder published it under a layout it has since
+  // left.
   bool own_membership = false;
   int64_t publish_start_ns = 0;
 };
@@ -162,8 +164,8 @@ class Directory {
   // The live ranks: trainers of the current term, and rollouts.
   [[nodiscard]] virtual Result<Membership> Members(Deadline deadline) = 0;
   // The membership to plan `id` with: the live trainers of its term, each under the layout with
-  // which it published `id`, and the rollouts. As of the epoch that Poll gave (kept for the last few
-  // epochs, then kNotFound), so that all ranks of an engine get one answer; 0: now.
+  // which it published `id`, and the rollouts. As of the epoch that Poll gave (kept for the last
+  // few epochs, then kNotFound), so that all ranks of an engine get one answer; 0: now.
   [[nodiscard]] virtual Result<Membership> MembersFor(VersionId id, uint64_t epoch,
                                                       Deadline deadline) = 0;
   // Waits until all trainer ranks of the caller's term have joined.
@@ -182,8 +184,8 @@ class Directory {
   // The state now, or (wait) once it is no longer OPEN or unknown.
   [[nodiscard]] virtual Result<VersionReply> QueryVersion(uint64_t incarnation, VersionId id,
                                                           bool wait, Deadline deadline) = 0;
-  // The newest AVAILABLE version newer than `newer_than` (or equal to it with `or_equal`) that live,
-  // non-revoking holders cover.
+  // The newest AVAILABLE version newer than `newer_than` (or equal to it with `or_equal`) that
+  // live, non-revoking holders cover.
   [[nodiscard]] virtual Result<PollReply> Poll(uint64_t incarnation, VersionId newer_than,
                                                bool or_equal, Deadline deadline) = 0;
   // Tells the coordinator what a rollout serves now (also in heartbeats).

@@ -60,6 +60,11 @@ CoordinatorService::CoordinatorService(CoordinatorServiceOptions options)
 CoordinatorService::~CoordinatorService() { Stop(); }
 
 void CoordinatorService::Stop() {
+  if (fork_.forked()) {
+    // The thread does not exist here, and the lock may be held for ever.
+    if (thread_.joinable()) thread_.detach();
+    return;
+  }
   std::list<Waiter> waiters;
   std::thread thread;
   {
@@ -85,6 +90,7 @@ CoordinatorTime CoordinatorService::Time() {
 
 template <typename Function>
 auto CoordinatorService::Call(Function function) -> decltype(function(CoordinatorTime())) {
+  if (const Status forked = fork_.Check(); !forked.ok()) return forked;
   std::unique_lock lock(mutex_);
   if (stopped_) return Stopped();
   auto reply = function(Time());
@@ -95,6 +101,7 @@ auto CoordinatorService::Call(Function function) -> decltype(function(Coordinato
 }
 
 void CoordinatorService::Wait(Deadline deadline, Attempt attempt, std::function<void()> stopped) {
+  if (fork_.forked()) return stopped();
   std::unique_lock lock(mutex_);
   if (stopped_) {
     lock.unlock();
@@ -165,7 +172,8 @@ void CoordinatorService::Join(const JoinRequest& request, Deadline deadline, Don
     if (!wait || last) over = [done, reply = std::move(reply)] { done(reply); };
     return over;
   };
-  Wait(deadline, std::move(attempt), [done] { done(Stopped()); });
+  Wait(deadline, std::move(attempt),
+       [this, done] { done(fork_.forked() ? fork_.Check() : Stopped()); });
 }
 
 void CoordinatorService::WaitComplete(uint64_t incarnation, Deadline deadline,
@@ -177,7 +185,8 @@ void CoordinatorService::WaitComplete(uint64_t incarnation, Deadline deadline,
     if (reply.has_value()) over = [done, reply = std::move(*reply)] { done(reply); };
     return over;
   };
-  Wait(deadline, std::move(attempt), [done] { done(Stopped()); });
+  Wait(deadline, std::move(attempt),
+       [this, done] { done(fork_.forked() ? fork_.Check() : Stopped()); });
 }
 
 void CoordinatorService::QueryVersion(uint64_t incarnation, VersionId id, bool wait,
@@ -189,7 +198,8 @@ void CoordinatorService::QueryVersion(uint64_t incarnation, VersionId id, bool w
     if (reply.has_value()) over = [done, reply = std::move(*reply)] { done(reply); };
     return over;
   };
-  Wait(deadline, std::move(attempt), [done] { done(Stopped()); });
+  Wait(deadline, std::move(attempt),
+       [this, done] { done(fork_.forked() ? fork_.Check() : Stopped()); });
 }
 
 Status CoordinatorService::Leave(uint64_t incarnation) {
@@ -264,6 +274,7 @@ Result<bool> CoordinatorService::Gone(uint64_t incarnation) {
 }
 
 std::string CoordinatorService::StatusJson() {
+  if (fork_.forked()) return "{}";
   const std::lock_guard lock(mutex_);
   return core_.StatusJson(Time());
 }

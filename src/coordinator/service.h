@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "bascule/deadline.h"
+#include "base/fork_guard.h"
 #include "base/log.h"
 #include "coordinator/core.h"
 #include "coordinator/coverage_oracle.h"
@@ -83,6 +84,7 @@ class CoordinatorService {
   auto Call(Function function) -> decltype(function(CoordinatorTime()));
   [[nodiscard]] CoordinatorTime Time();
 
+  const ForkGuard fork_;
   const CoordinatorServiceOptions options_;
   const std::shared_ptr<TemplateOracle> oracle_;
   std::mutex mutex_;

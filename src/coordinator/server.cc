@@ -1,0 +1,57 @@
+// CoordinatorServer: the coordinator alone ("bascule serve").
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "bascule/session.h"
+#include "coordinator/grpc_directory.h"
+
+namespace bascule {
+namespace {
+
+bool IsLoopback(const std::string& listen) {
+  const std::string host = listen.substr(0, listen.rfind(':'));
+  return host == "localhost" || host == "[::1]" || host.rfind("127.", 0) == 0 ||
+         listen.rfind("unix:", 0) == 0;
+}
+
+class Server final : public CoordinatorServer {
+ public:
+  Server(std::shared_ptr<CoordinatorService> service, std::unique_ptr<RpcServer> rpc)
+      : service_(std::move(service)), rpc_(std::move(rpc)) {}
+  ~Server() override { Server::Stop(); }
+  std::string address() const override { return rpc_->address(); }
+  std::string StatusJson() const override { return service_->StatusJson(); }
+  void Stop() override {
+    service_->Stop();
+    rpc_->Stop();
+  }
+
+ private:
+  std::shared_ptr<CoordinatorService> service_;
+  std::unique_ptr<RpcServer> rpc_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(const JobOptions& job) {
+  if (job.token.empty() && !IsLoopback(job.listen)) {
+    return Status(Code::kInvalidArgument,
+                  fmt::format("a coordinator at {} needs a job token; it may be empty only on "
+                              "127.0.0.1",
+                              job.listen));
+  }
+  if (job.heartbeat < std::chrono::milliseconds(1)) {
+    return Status(Code::kInvalidArgument, "the heartbeat interval must be at least 1 ms");
+  }
+  CoordinatorServiceOptions options;
+  options.job = job.name;
+  options.token = job.token;
+  options.heartbeat = job.heartbeat;
+  auto service = CoordinatorService::Create(std::move(options));
+  BASCULE_ASSIGN_OR_RETURN(auto rpc, ServeDirectory(service, job.listen, job.token));
+  return std::unique_ptr<CoordinatorServer>(
+      std::make_unique<Server>(std::move(service), std::move(rpc)));
+}
+
+}  // namespace bascule
