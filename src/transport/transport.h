@@ -64,18 +64,27 @@ class Peer {
   [[nodiscard]] virtual bool alive() const = 0;
 
   // Opens a region by its blob. One open per (incarnation, allocation): a second import of the same
-  // region shares the first. Mapped transports probe before trust: a random KiB that the peer
-  // names must read the same through the mapping.
+  // region shares the first. Mapped transports probe before trust, each time: a random KiB that the
+  // peer names must read the same through the mapping. kNotFound: the owner released it;
+  // kStaleTerm: it belongs to another incarnation; kUnavailable: the probe failed, use another
+  // transport. A mapped import stays readable after the owner releases the region, exits or is
+  // killed.
   [[nodiscard]] virtual Result<std::shared_ptr<ImportedRegion>> Import(std::string_view blob,
                                                                        Deadline deadline) = 0;
-  // Control channel: sends a request (<= kMaxCallBytes) and waits for the peer's answer.
+  // Control channel: sends a request (<= kMaxCallBytes) and waits for the peer's answer. An error
+  // of the peer's handler comes as it is (with this peer's name where it names none). kUnavailable
+  // as soon as the connection breaks; kDeadlineExceeded: the peer may or may not have acted, and a
+  // late answer is dropped. Calls on one peer are answered in order, those on different peers
+  // apart.
   [[nodiscard]] virtual Result<std::string> Call(std::string_view request, Deadline deadline) = 0;
 
-  // Message transports: batched one-sided reads; returns when all have landed or one failed.
+  // Batched one-sided reads; returns when all have landed or one failed. Meant for message
+  // transports; mapped ones copy, without looking at the deadline.
   [[nodiscard]] virtual Status Read(const ImportedRegion& region, std::span<const ReadRun> runs,
                                     Deadline deadline) = 0;
   // Message transports: the peer's handler answers `request` with a payload that lands in `slot`.
-  // Returns the payload's size.
+  // Returns the payload's size. The slot is untouched after an error, now and later. Mapped ones:
+  // kUnimplemented.
   [[nodiscard]] virtual Result<uint64_t> Fetch(std::string_view request, std::span<std::byte> slot,
                                                Deadline deadline) = 0;
 };
@@ -83,7 +92,9 @@ class Peer {
 inline constexpr uint64_t kMaxCallBytes = 64u << 20;
 
 // What a listening process does for its peers. Called on transport threads, one call at a time per
-// connection; different connections may run at once.
+// connection; different connections may run at once, but the threads are few (2): a handler that
+// waits long holds up others. The transport's destructor waits for calls that are running, so it
+// must not hold a lock that a handler takes.
 class PeerHandler {
  public:
   virtual ~PeerHandler() = default;
@@ -92,7 +103,8 @@ class PeerHandler {
   // Packs the answer to a Fetch into `slot`; returns its size.
   virtual Result<uint64_t> OnFetch(uint64_t connection, std::string_view request,
                                    std::span<std::byte> slot) = 0;
-  // The peer closed or died.
+  // The peer closed or died; once per connection, after its last call. Not called for connections
+  // that this process closes by destroying its transport.
   virtual void OnDisconnect(uint64_t connection) = 0;
 };
 
@@ -119,14 +131,21 @@ class Transport {
   // Makes existing memory readable for peers, where the transport can (kShared buffers for shm).
   [[nodiscard]] virtual Result<std::shared_ptr<SharedRegion>> Export(const Buffer& buffer) = 0;
   // Connects to a listening peer of the expected incarnation. kUnavailable where the peer cannot be
-  // reached by this transport (another node): the caller tries its next transport.
+  // reached by this transport (another node, or gone): the caller tries its next transport.
+  // kPermissionDenied: token or job differ; kStaleTerm: another incarnation listens there;
+  // kVersionMismatch: the protocols do not overlap; kResourceExhausted: descriptors, on either
+  // side. The peer may outlive the transport that made it.
   [[nodiscard]] virtual Result<std::shared_ptr<Peer>> Connect(std::string_view address,
                                                               uint64_t incarnation,
                                                               Deadline deadline) = 0;
 };
 
 // Shared memory of one host: sealed memfd regions passed over Unix sockets. `directory` empty:
-// abstract socket names; else sockets are files there.
+// abstract socket names, which are seen within one network namespace; else sockets are files there
+// (mode 0600, removed at the end), for containers that mount one volume.
+// Allocate takes all pages at once, so that a full memory is an error and no later SIGBUS; the
+// pages lie on the NUMA node of the thread that calls it. Export hands out the buffer's own
+// descriptor: whoever else has it could still shrink the file, which a sealed region rules out.
 struct ShmOptions {
   std::string directory;
   bool huge_pages = true;  // advise transparent huge pages
@@ -135,18 +154,21 @@ struct ShmOptions {
                                                                   ShmOptions options);
 
 // In one process, for tests. Transports made from one hub reach each other. `kind` chooses whether
-// imports have addresses (mapped) or only Read and Fetch work (message).
+// imports have addresses (mapped) or only Read and Fetch work (message). memory/memory_hub.h has
+// the hooks that disconnect and kill peers.
 class MemoryHub;
 [[nodiscard]] std::shared_ptr<MemoryHub> MakeMemoryHub();
 [[nodiscard]] std::shared_ptr<Transport> MakeMemoryTransport(std::shared_ptr<MemoryHub> hub,
                                                              TransportKind kind,
                                                              TransportIdentity identity);
 
-// Wraps any transport and misbehaves by a seed. Probabilities in 1/1000 per operation.
+// Wraps any transport and misbehaves by a seed: what happens to the n-th operation (Call, Read,
+// Fetch, Import, and data() of an import) depends on seed and n only. Wrap the connecting side.
+// Probabilities in 1/1000 per operation.
 struct FaultOptions {
   uint64_t seed = 0;
-  uint32_t drop = 0;       // a Call, Read or Fetch never completes (ends by its deadline)
-  uint32_t delay = 0;      // is late by up to delay_ms
+  uint32_t drop = 0;   // a Call, Read or Fetch never completes (ends by its deadline)
+  uint32_t delay = 0;  // is late by up to delay_ms
   uint32_t delay_ms = 20;
   uint32_t duplicate = 0;  // a Call or Fetch is carried out twice
   uint32_t truncate = 0;   // an answer or payload is cut short (size told truthfully for Fetch)
