@@ -75,6 +75,7 @@ TEST_P(MemoryHubTest, KillEndsACallInFlight) {
   hub_->Kill(a_address_);
   caller.join();
   gate.Open();
+  a_.reset();  // waits for the handler, which uses the gate
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds, MemoryHubTest,
