@@ -47,7 +47,9 @@ struct Piece {
 
 // The unit that is fetched, pipelined and checked: pieces[first_piece .. + piece_count).
 struct Chunk {
-  uint32_t source = 0;  // member id
+  // Member id: a trainer, or a rollout of the receiver's node that fetches these elements from a
+  // trainer itself, in the same wire dtype. Chunks from rollouts come last.
+  uint32_t source = 0;
   uint32_t first_piece = 0;
   uint32_t piece_count = 0;
   uint64_t bytes = 0;  // in wire dtypes
@@ -56,10 +58,12 @@ struct Chunk {
 
 // A tensor as it appears in a part.
 struct PartTensor {
-  std::string_view name;               // of the target of an alias; lives as long as the Planner
-  uint32_t destination_class = 0;      // class in the receiver's own template
-  uint32_t destination_name = 0;       // index in the receiver's template's names
-  std::vector<uint32_t> source_names;  // per World::templates index: index in its names, or ~0u
+  // As trainers store it: the target of an alias of theirs. Lives as long as the Planner.
+  std::string_view name;
+  uint32_t destination_class = 0;  // class in the receiver's own template
+  uint32_t destination_name = 0;   // index in the receiver's template's names
+  // Per World::templates index: index in its names, or ~0u. Rollouts' templates too.
+  std::vector<uint32_t> source_names;
   DType published = DType::kF32;
   DType wire = DType::kF32;
   DType destination = DType::kF32;
