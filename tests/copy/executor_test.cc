@@ -490,9 +490,11 @@ TEST(CpuExecutor, EndsEarlyWhenCancelled) {
     std::fill(target.begin(), target.end(), std::byte{0});
     int asked = 0;
     CpuExecutor::Options options;
-    options.cancelled = [&asked] { return ++asked > 3; };
+    // In a team, the others may have done everything before the caller asks again.
+    const int patience = threads == 1 ? 3 : 0;
+    options.cancelled = [&] { return ++asked > patience; };
     EXPECT_EQ(executor.Run(program, {&from, 1}, {&to, 1}, {}, options).code(), Code::kAborted);
-    EXPECT_EQ(asked, 4);
+    EXPECT_EQ(asked, patience + 1);
     if (threads == 1) {
       EXPECT_EQ(target.back(), std::byte{0});
     }
