@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ _NAMES: dict[str, DType] = {
     "INT16": DType.I16,
     "INT8": DType.I8,
     "UINT8": DType.U8,
+    # No types of their own in the core: carriers of bits, for ``dtype=``.
+    "UINT16": DType.I16,
+    "UINT32": DType.I32,
 }
 
 FLOATING = frozenset({DType.F64, DType.F32, DType.BF16, DType.F16, DType.F8_E4M3, DType.F8_E5M2})
@@ -115,7 +119,7 @@ def dense_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def view_of(name: str, array: Any) -> ArrayView:
+def view_of(name: str, array: Any, dtype: Any = None) -> ArrayView:
     """Return the memory of an array.
 
     Parameters
@@ -125,7 +129,21 @@ def view_of(name: str, array: Any) -> ArrayView:
     array
         A numpy array, a torch tensor, or an object with ``__cuda_array_interface__``,
         ``__array_interface__`` or ``__dlpack__``.
+    dtype
+        What its elements are, where its own type only has their size: bf16 in ``np.uint16``.
     """
+    view = _own_view_of(name, array)
+    if dtype is None:
+        return view
+    element = as_dtype(dtype)
+    if element.itemsize != view.dtype.itemsize:
+        raise InvalidArgument(
+            f"elements of {view.dtype.name} are no {element.name}: sizes differ", tensor=name
+        )
+    return dataclasses.replace(view, dtype=element)
+
+
+def _own_view_of(name: str, array: Any) -> ArrayView:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return _view_of_torch(name, array, torch)

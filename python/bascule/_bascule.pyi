@@ -188,9 +188,17 @@ class Layout:
     @property
     def coordinates(self) -> list[int]: ...
 
+    def set_memory(self, buffer: int, address: int, kind: MemoryKind, device: int, fd: int, fd_offset: int) -> None:
+        """Give a buffer of `layout_from_json` its memory."""
+
+    def to_json(self, indent: int) -> str: ...
+
     def validate(self) -> None: ...
 
     def check_destination_coverage(self) -> None: ...
+
+def layout_from_json(text: str) -> Layout:
+    """The buffers have no memory yet."""
 
 class Mesh:
     """

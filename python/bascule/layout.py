@@ -14,6 +14,7 @@ For torch modules see `bascule.integrations.torch`.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -91,6 +92,7 @@ class Layout:
         cls,
         arrays: Mapping[str, Any],
         *,
+        dtypes: Mapping[str, Any] | None = None,
         publish_dtype: Any = None,
         names: Mapping[str, str] | Callable[[str], str] | None = None,
         aliases: Mapping[str, str] | None = None,
@@ -104,6 +106,9 @@ class Layout:
             Name to numpy array, torch tensor, or an object with ``__array_interface__`` or
             ``__dlpack__``. Strided views are used in place; the bytes between their elements are
             declared as padding. Arrays that are the same memory become aliases.
+        dtypes
+            What the elements of an array are, by its name, where its own type only has their size:
+            bf16 in an array of ``np.uint16``.
         publish_dtype
             Senders: what crosses where it is not the array's own type. One for all tensors of
             floating point, or a mapping by name.
@@ -119,7 +124,7 @@ class Layout:
         rename = renames(names)
         first_of: dict[tuple[object, ...], str] = {}
         for key, array in arrays.items():
-            view = view_of(key, array)
+            view = view_of(key, array, (dtypes or {}).get(key))
             name = rename(key)
             dtype = dtype_of(key, view.dtype)
             identity = (view.address, view.shape, view.byte_strides, view.dtype, dtype)
@@ -135,6 +140,47 @@ class Layout:
             builder.add_unused(pattern)
         layout = builder.build()
         return cls(layout.native, layout._owners, layout._readonly)
+
+    @classmethod
+    def from_json(cls, text: str, arrays: Mapping[str, Any]) -> Self:
+        """Read a layout (docs/layout-json.md) and give it memory.
+
+        Parameters
+        ----------
+        text
+            Written by `to_json`, or by hand.
+        arrays
+            For each buffer of the layout, by name, an array that is as many bytes.
+        """
+        native = _bascule.layout_from_json(text)
+        views: dict[str, ArrayView] = {}
+        for number, buffer in enumerate(native.buffers):
+            if buffer.name not in arrays:
+                raise InvalidArgument("arrays= lacks this buffer", tensor=buffer.name)
+            view = view_of(buffer.name, arrays[buffer.name])
+            if view.span != buffer.bytes:
+                raise InvalidArgument(
+                    f"the buffer is {buffer.bytes} bytes, its array {view.span}", tensor=buffer.name
+                )
+            native.set_memory(number, view.address, view.kind, view.device, view.fd, view.fd_offset)
+            views[buffer.name] = view
+        layout = cls(
+            native,
+            [view.owner for view in views.values()],
+            [name for name, view in views.items() if view.readonly],
+        )
+        layout.validate()
+        return layout
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """Write the layout without its memory, as docs/layout-json.md describes.
+
+        Parameters
+        ----------
+        indent
+            Spaces a level; none for one line.
+        """
+        return self._native.to_json(-1 if indent is None else indent)
 
     @property
     def native(self) -> _bascule.Layout:
@@ -200,6 +246,7 @@ class LayoutBuilder:
     def __init__(self, mesh: Mesh | None = None, coordinates: Sequence[int] = ()) -> None:
         self._native = _bascule.LayoutBuilder(mesh or Mesh(), list(coordinates))
         self._entries: list[_Entry] = []
+        self._names: Counter[str] = Counter()  # of buffers
 
     def local_shape(self, block: Block) -> tuple[int, ...] | None:
         """Return the shape of a block's array on this rank.
@@ -217,7 +264,7 @@ class LayoutBuilder:
         shape = self._native.local_shape(block)
         return None if shape is None else tuple(shape)
 
-    def add(self, block: Block, array: Any = None, *, name: str = "") -> Self:
+    def add(self, block: Block, array: Any = None, *, name: str = "", dtype: Any = None) -> Self:
         """Add a block and the array that holds this rank's part of it.
 
         Parameters
@@ -228,9 +275,11 @@ class LayoutBuilder:
             As for `Layout.from_arrays`; may be None where the rank holds nothing of it.
         name
             Of the array, for messages.
+        dtype
+            What its elements are, where its own type only has their size.
         """
         if array is not None:
-            return self.add_view(block, view_of(name, array), name=name)
+            return self.add_view(block, view_of(name, array, dtype), name=name)
         shape = self.local_shape(block)
         if shape is not None and 0 not in shape:
             raise InvalidArgument(f"this rank holds {list(shape)} of the block: give its array")
@@ -267,7 +316,7 @@ class LayoutBuilder:
         self._entries.append(_Entry(block, view, name))
         return self
 
-    def add_flat(self, flat: FlatBuffer, array: Any, *, name: str = "") -> Self:
+    def add_flat(self, flat: FlatBuffer, array: Any, *, name: str = "", dtype: Any = None) -> Self:
         """Add a flat buffer and the array that holds this rank's elements of it.
 
         Parameters
@@ -278,8 +327,10 @@ class LayoutBuilder:
             Of one dimension, dense.
         name
             Of the array, for messages.
+        dtype
+            What its elements are, where its own type only has their size.
         """
-        view = view_of(name, array)
+        view = view_of(name, array, dtype)
         elements = self._native.local_elements(flat)
         if view.shape != (elements,) or not view.dense:
             raise InvalidArgument(
@@ -331,10 +382,14 @@ class LayoutBuilder:
     def _add_group(self, group: list[_Entry]) -> None:
         """Add views whose ranges of bytes overlap, such as columns of one array, as one buffer."""
         first = group[0].view
+        name = group[0].name or "array"
+        self._names[name] += 1
+        if self._names[name] > 1:
+            name += f"#{self._names[name]}"
         begin = first.address
         end = max(entry.view.address + entry.view.span for entry in group)
         buffer = self._native.add_buffer(
-            group[0].name, begin, end - begin, first.kind, first.device, first.fd, first.fd_offset
+            name, begin, end - begin, first.kind, first.device, first.fd, first.fd_offset
         )
         for entry in group:
             offset = entry.view.address - begin

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "bascule/layout_json.h"
 #include "bind.h"
 #include "calls.h"
 #include "errors.h"
@@ -117,11 +118,31 @@ void BindLayoutClass(nb::module_& m) {
       .def_ro("padding", &Layout::padding)
       .def_ro("unused", &Layout::unused)
       .def_ro("coordinates", &Layout::coordinates)
+      .def(
+          "set_memory",
+          [](Layout& self, uint32_t buffer, uintptr_t address, MemoryKind kind, int device, int fd,
+             uint64_t fd_offset) {
+            Buffer& memory = self.buffers.at(buffer);
+            memory.data = reinterpret_cast<std::byte*>(address);
+            memory.kind = kind;
+            memory.device = device;
+            memory.fd = fd;
+            memory.fd_offset = fd_offset;
+          },
+          nb::arg("buffer"), nb::arg("address"), nb::arg("kind"), nb::arg("device"), nb::arg("fd"),
+          nb::arg("fd_offset"), "Give a buffer of `layout_from_json` its memory.")
+      .def(
+          "to_json",
+          [](const Layout& self, int indent) { return Unwrap(LayoutToJson(self, indent)); },
+          nb::arg("indent"))
       .def("validate",
            [](const Layout& self) { Check(WithoutGil([&] { return ValidateLayout(self); })); })
       .def("check_destination_coverage", [](const Layout& self) {
         Check(WithoutGil([&] { return CheckDestinationCoverage(self); }));
       });
+  m.def(
+      "layout_from_json", [](std::string_view text) { return Unwrap(LayoutFromJson(text)); },
+      nb::arg("text"), "The buffers have no memory yet.");
 }
 
 }  // namespace

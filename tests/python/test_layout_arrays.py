@@ -220,3 +220,30 @@ def test_meta_tensors_are_refused() -> None:
     torch = pytest.importorskip("torch")
     with pytest.raises(bascule.InvalidArgument, match="meta"):
         bascule.Layout.from_arrays({"w": torch.zeros(4, device="meta")})
+
+
+def test_bits_in_arrays_of_another_type(read_layout: Any) -> None:
+    words = np.arange(4, dtype=np.uint16)
+    layout = bascule.Layout.from_arrays({"w": words}, dtypes={"w": "bf16"})
+    layout.check_destination_coverage()
+    assert layout.tensors["w"].dtype is DType.BF16
+    np.testing.assert_array_equal(read_layout(layout)["w"], words)
+    with pytest.raises(bascule.InvalidArgument, match="sizes differ"):
+        bascule.Layout.from_arrays({"w": words}, dtypes={"w": "f32"})
+
+
+def test_json_there_and_back(read_layout: Any) -> None:
+    arrays = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np.float16)}
+    layout = bascule.Layout.from_arrays(arrays, aliases={"tied": "a"})
+    text = layout.to_json(indent=2)
+    again = bascule.Layout.from_json(text, arrays)
+    assert again.to_json(indent=2) == text
+    assert again.aliases == {"tied": "a"}
+    for name, values in read_layout(again).items():
+        np.testing.assert_array_equal(values, arrays[name])
+    with pytest.raises(bascule.InvalidArgument, match="lacks"):
+        bascule.Layout.from_json(text, {"a": arrays["a"]})
+    with pytest.raises(bascule.InvalidArgument, match="24 bytes, its array 48"):
+        bascule.Layout.from_json(text, {**arrays, "a": np.zeros(6)})
+    with pytest.raises(bascule.InvalidArgument, match="JSON"):
+        bascule.Layout.from_json("{", arrays)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,6 +81,11 @@ def expect_part(read: dict[str, Any], name: str, whole: Any, local: Any) -> None
     np.testing.assert_array_equal(np.sort(values[held]), np.sort(local.detach().numpy().ravel()))
 
 
+def world_of(layout: bascule.Layout) -> str:
+    """The description of the world that all ranks must share."""
+    return json.dumps(json.loads(layout.to_json())["world"], sort_keys=True)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random_placements_without_a_process_group(seed: int, read_layout: Any) -> None:
     rng = np.random.default_rng(seed)
@@ -90,6 +96,7 @@ def test_random_placements_without_a_process_group(seed: int, read_layout: Any) 
     placements = [
         Replicate() if rng.random() < 0.3 else Shard(int(rng.integers(0, ndim))) for _ in sizes
     ]
+    worlds = set()
     for rank in range(mesh.ranks):
         coordinate = mesh.coordinates_of(rank)
         local = cut_by_torch(whole, placements, sizes, coordinate)
@@ -102,6 +109,7 @@ def test_random_placements_without_a_process_group(seed: int, read_layout: Any) 
         )
         layout.validate()
         layout.check_destination_coverage()
+        worlds.add(world_of(layout))
         read = read_layout(layout)
         expect_part(read, "w", whole, local)
         np.testing.assert_array_equal(read["norm"], pattern(3))
@@ -111,6 +119,7 @@ def test_random_placements_without_a_process_group(seed: int, read_layout: Any) 
             )
             (box,) = layout.boxes()["w"]
             assert box == tuple((o, o + n) for o, n in zip(offset, shape, strict=True))
+    assert len(worlds) == 1
 
 
 def compute_local_shape_and_global_offset_of(
@@ -267,6 +276,7 @@ def test_fsdp2_module_that_is_gathered_gives_its_shards(read_layout: Any) -> Non
 
 @pytest.mark.parametrize(("dp", "tp"), [(2, 2), (2, 3), (3, 2)])
 def test_fsdp2_over_tensor_parallel(dp: int, tp: int, read_layout: Any) -> None:
+    worlds = set()
     for rank in range(dp * tp):
         with rank_of(rank, dp * tp):
             mesh = mesh_of(rank, dp=dp, tp=tp)
@@ -278,7 +288,10 @@ def test_fsdp2_over_tensor_parallel(dp: int, tp: int, read_layout: Any) -> None:
                 src_data_rank=None,
             )
             fully_shard(model, mesh=mesh[f"dp{rank}"])
-            expect_module(layout_of(model), model, read_layout)
+            layout = layout_of(model)
+            expect_module(layout, model, read_layout)
+            worlds.add(world_of(layout))
+    assert len(worlds) == 1
 
 
 def test_hybrid_fsdp2(read_layout: Any) -> None:
@@ -295,6 +308,7 @@ def test_hybrid_fsdp2(read_layout: Any) -> None:
 def test_slices_and_flattened_dimensions_of_one_mesh(read_layout: Any) -> None:
     """Dense weights over all ranks, experts over parts of them: one grid for both."""
     dense, experts, both = pattern(16, 2), pattern(4, 6), pattern(3, 8)
+    worlds = set()
     for rank in range(16):
         with rank_of(rank, 16):
             root = init_device_mesh("cpu", (2, 2, 4), mesh_dim_names=("pp", "dp", "ep"))
@@ -309,10 +323,12 @@ def test_slices_and_flattened_dimensions_of_one_mesh(read_layout: Any) -> None:
             }
             layout = layout_of(tensors)
             assert layout.native.coordinates == [rank // 4 % 2, rank % 4]
+            worlds.add(world_of(layout))
             read = read_layout(layout)
             expect_part(read, "dense", dense, tensors["dense"].to_local())
             expect_part(read, "experts", experts, tensors["experts"].to_local())
             expect_part(read, "both", both, tensors["both"].to_local())
+    assert len(worlds) == 1
 
 
 def test_a_flattened_dimension_alone_may_be_uneven(read_layout: Any) -> None:
