@@ -142,39 +142,55 @@ class LandingBuilder {
   };
 
   Status AddPiece(uint32_t chunk, const Piece& piece) {
+    const uint32_t source = part_.chunks[chunk].source;
     const PartTensor& tensor = part_.tensors[piece.tensor];
-    const Target& target = tensors_[piece.tensor];
     const Box& box = part_.boxes[piece.box];
-    const SourcePlace* place = nullptr;
-    BASCULE_RETURN_IF_ERROR(FindPlace(part_.chunks[chunk].source, tensor, box, &place));
+    const uint32_t name = tensor.source_names[world_.members[source].world_template];
+    if (name == kNone) return NoPlace(source, tensor, box);
+    const std::span<const SourcePlace> places = places_(source, name);
+    const uint32_t found = finder_.Find(uint64_t{source} << 32 | name, places, box);
+    if (found != kNone) return AddPart(chunk, piece.tensor, box, places[found]);
+    return AddScattered(chunk, piece, places);
+  }
+
+  // A rollout may hold a piece in several boxes.
+  Status AddScattered(uint32_t chunk, const Piece& piece, std::span<const SourcePlace> places) {
+    const Box& box = part_.boxes[piece.box];
+    std::vector<Box> rest{box};
+    for (const SourcePlace& place : places) {
+      if (place.box.ndim() != box.ndim()) continue;
+      for (const Box& part : rest) {
+        const Box common = part.Intersect(place.box);
+        if (common.empty()) continue;
+        BASCULE_RETURN_IF_ERROR(AddPart(chunk, piece.tensor, common, place));
+      }
+      SubtractFrom(&rest, place.box);
+      if (rest.empty()) return Status::Ok();
+    }
+    return NoPlace(part_.chunks[chunk].source, part_.tensors[piece.tensor], rest[0]);
+  }
+
+  static Status NoPlace(uint32_t source, const PartTensor& tensor, const Box& box) {
+    return TensorError(tensor.name, "no place of member " + std::to_string(source) + " holds box " +
+                                        box.ToString());
+  }
+
+  // A part of a piece that lies in one place.
+  Status AddPart(uint32_t chunk, uint32_t index, const Box& box, const SourcePlace& place) {
+    const PartTensor& tensor = part_.tensors[index];
+    const Target& target = tensors_[index];
+    BASCULE_RETURN_IF_ERROR(CheckCasts(part_.chunks[chunk].source, tensor, place, box));
     int64_t landed = 0;
     target.landings.ForEachOverlap(box, [&](const Landing& landing, const Box& common) {
       const Move move{target.space, tensor.wire, landing.counted ? chunk : kNoSum,
                       landing.binding->function};
-      AddCopy(common, PlaceOf(*place), PlaceOf(*landing.binding), move, &landing_.program);
+      AddCopy(common, PlaceOf(place), PlaceOf(*landing.binding), move, &landing_.program);
       if (landing.counted) landed += common.size();
     });
     if (landed == box.size()) return Status::Ok();
     return TensorError(tensor.name, "bindings take " + std::to_string(landed) + " of the " +
                                         std::to_string(box.size()) + " elements of box " +
                                         box.ToString());
-  }
-
-  Status FindPlace(uint32_t source, const PartTensor& tensor, const Box& box,
-                   const SourcePlace** place) {
-    const uint32_t name = tensor.source_names[world_.members[source].world_template];
-    uint32_t found = kNone;
-    std::span<const SourcePlace> places;
-    if (name != kNone) {
-      places = places_(source, name);
-      found = finder_.Find(uint64_t{source} << 32 | name, places, box);
-    }
-    if (found == kNone) {
-      return TensorError(tensor.name, "no place of member " + std::to_string(source) +
-                                          " holds box " + box.ToString());
-    }
-    *place = &places[found];
-    return CheckCasts(source, tensor, **place, box);
   }
 
   // A copy casts once on its source side. What a trainer stores otherwise than it publishes crosses
