@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-sources=(src/base/dtype.cc src/base/status.cc src/layout/*.cc src/plan/*.cc
+sources=(src/base/dtype.cc src/base/status.cc src/layout/layout.cc src/layout/world_template*.cc src/plan/*.cc
          tests/plan/golden_test.cc tests/plan/worlds.cc)
 for compiler in "g++ -O0" "g++ -O2" "g++ -O3" "clang++ -O2"; do
   objects=()

@@ -134,12 +134,12 @@ std::vector<Golden> Goldens() {
        {"6cb218ccedd9fec33d3d583f431e8891", "e410ce601b254e12e88666c39d68b180"}},
       {"random 8",
        RandomWorld(8),
-       "5bcc9267f2af9a5058016d684574be67",
-       {"2cd6b1644502d03bce1d472a7d2d30f3"}},
+       "5d2964abd01ac4ef4eeae9ff01540e49",
+       {"764f40575a05270cc7c410dcc522af64"}},
       {"random 11",
        RandomWorld(11),
-       "672ce8fd99e52454c6c5a2d7ad2fd9d7",
-       {"4a25b67c66e0035d5cc7e422539c0392"}},
+       "ed31fc937f9d55f2c574cfbd2e568c14",
+       {"c5754d20d7a3e575614713cbf9c60341"}},
   };
 }
 

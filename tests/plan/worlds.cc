@@ -262,8 +262,10 @@ World RandomWorld(uint64_t seed) {
   const int64_t trainer_worlds = dice.OneIn(3) ? 2 : 1;
   for (int64_t i = 0; i < trainer_worlds; ++i) {
     const auto axes = RandomMesh(&dice);
-    AddMembers(&world, RandomTemplate(axes, tensors, true, &dice), Role::kTrainer, "",
-               RandomNodes(Ranks(axes), static_cast<uint32_t>(10 * i), &dice));
+    // Draws are statements of their own: compilers differ in the order of arguments.
+    auto shape = RandomTemplate(axes, tensors, true, &dice);
+    const auto nodes = RandomNodes(Ranks(axes), static_cast<uint32_t>(10 * i), &dice);
+    AddMembers(&world, std::move(shape), Role::kTrainer, "", nodes);
   }
   const int64_t engines = dice.Between(1, 3);
   for (int64_t i = 0; i < engines; ++i) {
@@ -271,8 +273,9 @@ World RandomWorld(uint64_t seed) {
     // Some engines share nodes with trainers, some with each other.
     const auto node =
         static_cast<uint32_t>(dice.OneIn(3) ? dice.Between(0, 8) : 100 + dice.Between(0, 8));
-    AddMembers(&world, RandomTemplate(axes, tensors, false, &dice), Role::kRollout,
-               Numbered("e", i), RandomNodes(Ranks(axes), node, &dice));
+    auto shape = RandomTemplate(axes, tensors, false, &dice);
+    const auto nodes = RandomNodes(Ranks(axes), node, &dice);
+    AddMembers(&world, std::move(shape), Role::kRollout, Numbered("e", i), nodes);
   }
   return world;
 }
