@@ -108,8 +108,8 @@ build: ## Build the library, tests, benchmarks and Python extension into build/r
 .PHONY: install
 install: build ## Install the Python package into .venv
 	@stamp=.venv/.installed-bascule; \
-	if [ ! -e $$stamp ] || [ -n "$$(find pyproject.toml python $(RELEASE)/python -newer $$stamp \
-	    -not -name '*.pyc' -not -name __pycache__ -type f -print -quit)" ]; then \
+	if [ ! -e $$stamp ] || [ -n "$$(find pyproject.toml README.md python $(RELEASE) -newer $$stamp -type f \
+	    \( -not -path '$(RELEASE)/*' -not -name '*.pyc' -o -name '*.so' \) -print -quit)" ]; then \
 	  echo "==> Installing the Python package into .venv"; \
 	  touch $$stamp.new; \
 	  .venv/bin/python -m pip --disable-pip-version-check install -q --no-build-isolation --no-deps \
