@@ -89,9 +89,10 @@ Status Agent::Join(Deadline deadline) {
   }
   request.state.highest_term = std::max(request.state.highest_term, newest_term_.load());
   request.state.joined_term = term_;
-  BASCULE_ASSIGN_OR_RETURN(JoinReply reply, directory_->Join(request, deadline));
   BASCULE_RETURN_IF_ERROR(StoreTemplate(bytes, request.member.world_template, deadline));
-  if (term_ == 0 || request.member.role == Role::kRollout) term_ = reply.term;
+  BASCULE_ASSIGN_OR_RETURN(JoinReply reply, directory_->Join(request, deadline));
+  term_ = reply.term;
+  stale_ = reply.stale_term;
   newest_term_ = std::max(newest_term_.load(), reply.term);
   epoch_ = reply.epoch;
   interval_ms_ = reply.heartbeat_ms > 0 ? reply.heartbeat_ms : options_.job.heartbeat.count();
@@ -158,6 +159,7 @@ void Agent::Beat() {
   }
   newest_term_ = std::max(newest_term_.load(), reply->term);
   epoch_ = reply->epoch;
+  if (reply->stale_term) stale_ = true;
   options_.on_beat(*reply);
 }
 

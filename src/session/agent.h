@@ -38,7 +38,10 @@ class Agent {
   [[nodiscard]] uint64_t incarnation() const { return incarnation_; }
   [[nodiscard]] uint64_t term() const { return term_; }             // joined
   [[nodiscard]] uint64_t newest_term() const { return newest_term_; }  // heard of
+  // Trainers: the joined term is over.
+  [[nodiscard]] bool stale() const { return stale_; }
   [[nodiscard]] uint64_t epoch() const { return epoch_; }
+  [[nodiscard]] const std::string& token() const { return options_.job.token; }
   [[nodiscard]] const std::string& coordinator() const { return coordinator_; }
   [[nodiscard]] MemberInfo member() const;
 
@@ -73,6 +76,7 @@ class Agent {
   std::atomic<int64_t> interval_ms_{500};
   std::atomic<bool> closed_{false};
   std::atomic<bool> gone_{false};
+  std::atomic<bool> stale_{false};
 
   mutable std::mutex mutex_;
   std::condition_variable wake_;

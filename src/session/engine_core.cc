@@ -220,6 +220,10 @@ bool DeciderCore::AllServe(VersionId id) const {
 }
 
 UpdateKey DeciderCore::OpenUpdate(VersionId id, bool available) {
+  // One update at a time: ranks that still hold to an earlier one must be able to learn its end.
+  for (auto& [earlier, update] : updates_) {
+    if (update.outcome == Outcome::kUndecided) (void)Abort(earlier, "a newer update was opened");
+  }
   UpdateKey key{id, incarnation_, ++attempts_};
   updates_[key].available = available;
   Trim();
@@ -273,13 +277,13 @@ std::optional<bool> DeciderCore::ReadyAt(uint64_t index, bool* lost) const {
 }
 
 void DeciderCore::Vote(const UpdateKey& key, uint32_t rank, uint64_t incarnation, bool ok,
-                       std::string why) {
+                       const std::string& why) {
   auto it = updates_.find(key);
   if (it == updates_.end() || it->second.outcome != Outcome::kUndecided) return;
   auto view = ranks_.find(rank);
   if (view != ranks_.end() && view->second.incarnation != incarnation) return;  // an earlier life
   it->second.votes[rank] = {incarnation, ok};
-  if (!ok) it->second.why = std::move(why);
+  if (!ok) (void)Abort(key, fmt::format("rank {} failed to stage: {}", rank, why));
 }
 
 bool DeciderCore::AllVoted(const UpdateKey& key) const {
@@ -309,9 +313,6 @@ Outcome DeciderCore::TryDecide(const UpdateKey& key) {
   if (it == updates_.end()) return OutcomeOf(key);
   Decision& update = it->second;
   if (update.outcome != Outcome::kUndecided) return update.outcome;
-  for (const auto& [rank, vote] : update.votes) {
-    if (!vote.ok) return Abort(key, fmt::format("rank {} failed to stage: {}", rank, update.why));
-  }
   if (AllVoted(key) && update.available) {
     update.outcome = Outcome::kCommit;
     committed_.push_back(key.attempt);

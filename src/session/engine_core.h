@@ -129,7 +129,7 @@ class DeciderCore {
   // True when every rank is known and serves `id`.
   [[nodiscard]] bool AllServe(VersionId id) const;
 
-  // Opens an update. An undecided earlier attempt at another key is left to its ranks.
+  // Opens an update. Undecided earlier ones are aborted.
   UpdateKey OpenUpdate(VersionId id, bool available);
   // The undecided attempt at `id`, or a new one.
   UpdateKey AttemptAt(VersionId id);
@@ -143,13 +143,14 @@ class DeciderCore {
   uint64_t RecordReady(bool answer);
   [[nodiscard]] std::optional<bool> ReadyAt(uint64_t index, bool* lost) const;
 
-  // A rank staged the update (or failed to).
-  void Vote(const UpdateKey& key, uint32_t rank, uint64_t incarnation, bool ok, std::string why);
+  // A rank staged the update, or failed to: then abort is recorded at once.
+  void Vote(const UpdateKey& key, uint32_t rank, uint64_t incarnation, bool ok,
+            const std::string& why);
   [[nodiscard]] bool AllVoted(const UpdateKey& key) const;
   // Why not all voted: names the ranks.
   [[nodiscard]] std::string Missing(const UpdateKey& key) const;
-  // Records commit if all voted and the version is available; abort if a rank voted no. Returns
-  // what is recorded, or kUndecided. Keys of another incarnation are kNotLearned.
+  // Records commit if all voted and the version is available. Returns what is recorded, or
+  // kUndecided. Keys of another incarnation are kNotLearned.
   Outcome TryDecide(const UpdateKey& key);
   // Records abort if undecided. Returns what is recorded.
   Outcome Abort(const UpdateKey& key, std::string why);

@@ -95,6 +95,7 @@ struct ReceiverShared {
   std::mutex mutex;  // guards what follows
   UpdateKey staging;                            // of the job in progress or done last
   Status staged;                                // its outcome
+  std::atomic<bool> stage_ended{true};          // it is over and the leader was told
   std::shared_ptr<std::atomic<bool>> give_up;   // its cancel flag
   std::function<Status(VersionId)> hook;
   Status why_poisoned;
@@ -160,9 +161,9 @@ void ReceiverShared::RunStage(const UpdateKey& key,
   }
   const bool mine =
       channel->WithCore([&](RankCore& core) { return core.EndStage(key, status.ok()); });
-  if (!mine) return;
-  Status voted = channel->Vote(key, status.ok(), status.ToString(), deadline);
-  (void)voted;  // a leader that cannot be told aborts by its deadline
+  // A leader that cannot be told aborts by its deadline.
+  if (mine) (void)channel->Vote(key, status.ok(), status.ToString(), deadline);
+  channel->WithCore([this](RankCore&) { stage_ended = true; });
 }
 
 class UpdateImpl final : public Update {
@@ -266,6 +267,7 @@ Status UpdateImpl::Stage(Deadline deadline) {
     shared_->staging = key;
     shared_->staged = Status::Ok();
     shared_->give_up = cancel;
+    shared_->stage_ended = landed;
   }
   if (landed) return Tag(shared_->channel->Vote(key, true, "", deadline));
   shared_->worker->Post([shared = shared_.get(), key, cancel, deadline] {
@@ -279,7 +281,8 @@ Status UpdateImpl::WaitStaged(Deadline deadline) {
   BASCULE_ASSIGN_OR_RETURN(UpdateKey key, Key(deadline));
   const bool ended = shared_->channel->WaitCore(
       [&](const RankCore& core) {
-        return core.key() != key || core.state() != ReceiverState::kStaging;
+        return core.key() != key ||
+               (core.state() != ReceiverState::kStaging && shared_->stage_ended);
       },
       deadline);
   if (!ended) {

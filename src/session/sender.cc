@@ -45,7 +45,7 @@ struct SenderState {
   [[nodiscard]] Status Usable() const {
     if (!agent) return Status(Code::kClosed, "the sender is closed; connect anew");
     BASCULE_RETURN_IF_ERROR(agent->Usable());
-    if (agent->newest_term() > agent->term()) {
+    if (agent->stale()) {
       return Status(Code::kStaleTerm,
                     fmt::format("the trainer world restarted (term {} after {}); connect anew",
                                 agent->newest_term(), agent->term()))
@@ -226,6 +226,7 @@ Result<std::shared_ptr<Publication>> SenderImpl::Publish(uint64_t version, Deadl
   held.layout_serial = filled.layout_serial;
   held.replica_sums = std::move(filled.replica_sums);
   held.publish_start_ns = start;
+  held.deadline_ns = WallNs() + deadline.Left().count();
   {
     std::lock_guard lock(state_->mutex);
     state_->versions[id] = held;
@@ -251,9 +252,10 @@ Result<std::shared_ptr<Publication>> SenderImpl::Publish(uint64_t version, Deadl
 Status SenderImpl::Report_(const HeldVersion& held, Deadline deadline) {
   Agent& agent = *state_->agent;
   HeldRequest request;
+  request.token = agent.token();
   request.incarnation = agent.incarnation();
   request.held = held;
-  request.deadline_ns = WallNs() + deadline.Left().count();
+  request.deadline_ns = held.deadline_ns;
   auto reply =
       agent.directory().Held(request, deadline.Earlier(Deadline::In(kReportPatience)));
   if (reply.ok()) {

@@ -125,6 +125,10 @@ struct ToyJob {
   }
 
   ToyJob() : job(NewJob()) {}
+  ~ToyJob() {
+    receivers.clear();
+    while (!senders.empty()) senders.pop_back();  // the coordinator's host leaves last
+  }
 
   void AddTrainers(uint32_t ranks, int dim = 0, uint32_t versions_held = 2) {
     for (uint32_t rank = 0; rank < ranks; ++rank) {
@@ -163,7 +167,7 @@ struct ToyJob {
     for (auto& receiver : receivers) {
       auto update = receiver->Poll(Soon());
       ASSERT_TRUE(update.ok()) << update.status().ToString();
-      ASSERT_NE(*update, nullptr);
+      ASSERT_NE(*update, nullptr) << "nothing is offered";
       EXPECT_EQ((*update)->id().version, version);
       updates.push_back(*update);
     }
