@@ -35,8 +35,7 @@ using PlacementDict = nb::typed<nb::dict, nb::str, Placement>;
 std::string Repr(const Placement& placement) {
   const std::string dim = std::to_string(placement.dim);
   switch (placement.kind) {
-    case Placement::Kind::kReplicate:
-      return "replicate()";
+    case Placement::Kind::kReplicate: return "replicate()";
     case Placement::Kind::kShard:
       if (placement.parts != 0) {
         return "shard_parts(" + dim + ", " + std::to_string(placement.parts) + ")";
@@ -81,9 +80,9 @@ void BindMesh(nb::module_& m) {
           "coordinates_of",
           [](const Mesh& self, uint64_t rank) {
             if (rank >= self.ranks()) {
-              Raise(Status(Code::kInvalidArgument,
-                           "rank " + std::to_string(rank) + " of a mesh of " +
-                               std::to_string(self.ranks()) + " ranks"));
+              Raise(Status(Code::kInvalidArgument, "rank " + std::to_string(rank) +
+                                                       " of a mesh of " +
+                                                       std::to_string(self.ranks()) + " ranks"));
             }
             return self.CoordinatesOf(rank);
           },
@@ -91,8 +90,8 @@ void BindMesh(nb::module_& m) {
       .def("__repr__", [](const Mesh& self) {
         std::string text = "Mesh(";
         for (size_t i = 0; i < self.axis_names.size(); ++i) {
-          text += (i == 0 ? "" : ", ") + self.axis_names[i] + "=" +
-                  std::to_string(self.axis_sizes[i]);
+          text +=
+              (i == 0 ? "" : ", ") + self.axis_names[i] + "=" + std::to_string(self.axis_sizes[i]);
         }
         return text + ")";
       });
@@ -103,14 +102,16 @@ void BindMesh(nb::module_& m) {
   m.def("shard", &Shard, "dim"_a,
         "Cut ``dim`` as torch.chunk does: parts of ceil(extent / ranks); the last ranks have less\n"
         "or nothing.");
-  m.def("shard_parts", &ShardParts, "dim"_a, "parts"_a,
-        "Cut ``dim`` into ``parts`` equal parts; with more ranks than parts, neighbours share one.");
+  m.def(
+      "shard_parts", &ShardParts, "dim"_a, "parts"_a,
+      "Cut ``dim`` into ``parts`` equal parts; with more ranks than parts, neighbours share one.");
   m.def("shard_padded", &ShardPadded, "dim"_a, "padded"_a,
         "Pad ``dim`` to ``padded`` elements, then cut it; the array holds the padding too.");
   m.def("strided_shard", &StridedShard, "dim"_a, "split_factor"_a,
         "DTensor's _StridedShard: cut after the shard of ``dim`` on the axes to the right.");
   m.def(
-      "at", [](nb::args coordinates) { return AtAny(nb::cast<std::vector<uint32_t>>(coordinates)); },
+      "at",
+      [](nb::args coordinates) { return AtAny(nb::cast<std::vector<uint32_t>>(coordinates)); },
       nb::sig("def at(*coordinates: int) -> Placement"),
       "Only ranks with these coordinates along the axis hold it: experts, pipeline stages.");
 }
@@ -230,9 +231,8 @@ void BindBuilder(nb::module_& m) {
           },
           "name"_a, "address"_a, "bytes"_a, "kind"_a, "device"_a, "fd"_a, "fd_offset"_a)
       .def(
-          "add_elsewhere",
-          [](LayoutBuilder& self, const Block& block) { Check(self.Add(block)); }, "block"_a,
-          "Add a block of which this rank holds nothing.")
+          "add_elsewhere", [](LayoutBuilder& self, const Block& block) { Check(self.Add(block)); },
+          "block"_a, "Add a block of which this rank holds nothing.")
       .def(
           "add",
           [](LayoutBuilder& self, const Block& block, uint32_t buffer, int64_t byte_offset,
@@ -260,7 +260,9 @@ void BindBuilder(nb::module_& m) {
       .def(
           "add_padding",
           [](LayoutBuilder& self, uint32_t buffer, uint64_t offset, uint64_t bytes, uint64_t count,
-             uint64_t stride) { self.AddPadding({buffer, offset, bytes, count, stride}); },
+             uint64_t stride) {
+            self.AddPadding({buffer, offset, bytes, count, stride});
+          },
           "buffer"_a, "offset"_a, "bytes"_a, "count"_a, "stride"_a)
       .def("build", [](LayoutBuilder& self) {
         return Unwrap(WithoutGil([&] { return self.BuildLayout(); }));

@@ -158,7 +158,10 @@ void BindOptions(nb::module_& m) {
 void BindSender(nb::module_& m) {
   nb::class_<PublicationHandle>(m, "Publication", "See bascule.Publication.",
                                 nb::type_slots(handle_slots<Publication>))
-      .def_prop_ro("id", [](PublicationHandle& self) { return Ask(self, [](auto& session) { return ToPair(session.id()); }); })
+      .def_prop_ro("id",
+                   [](PublicationHandle& self) {
+                     return Ask(self, [](auto& session) { return ToPair(session.id()); });
+                   })
       .def(
           "wait",
           [](nb::handle_t<PublicationHandle> self, double timeout) {
@@ -180,13 +183,16 @@ void BindSender(nb::module_& m) {
       .def(
           "release",
           [](nb::handle_t<PublicationHandle> self, double timeout) {
-            // Not interruptible: in direct mode the caller may write to the weights once it is over.
+            // Not interruptible: in direct mode the caller may write to the weights once it is
+            // over.
             auto publication = nb::cast<PublicationHandle&>(self).Get();
             const Deadline deadline = DeadlineIn(timeout);
             Check(WithoutGil([&] { return publication->Release(deadline); }));
           },
           nb::arg("timeout"))
-      .def("report", [](PublicationHandle& self) { return ToDict(Ask(self, [](auto& session) { return session.report(); })); });
+      .def("report", [](PublicationHandle& self) {
+        return ToDict(Ask(self, [](auto& session) { return session.report(); }));
+      });
 
   nb::class_<SenderHandle>(m, "WeightSender", "See bascule.WeightSender.",
                            nb::type_slots(handle_slots<WeightSender>))
@@ -202,14 +208,18 @@ void BindSender(nb::module_& m) {
                                          .versions_held = versions_held,
                                          .digest = digest};
             return MakeHandle<WeightSender>(
-                Unwrap(Interruptibly(owners, [job, options, layout, deadline = DeadlineIn(timeout)] {
-                  return WeightSender::Connect(job, options, layout, deadline);
-                })),
+                Unwrap(Interruptibly(owners,
+                                     [job, options, layout, deadline = DeadlineIn(timeout)] {
+                                       return WeightSender::Connect(job, options, layout, deadline);
+                                     })),
                 owners);
           },
           nb::kw_only(), nb::arg("job"), nb::arg("rank"), nb::arg("world_size"), nb::arg("arena"),
           nb::arg("threads"), nb::arg("versions_held"), nb::arg("digest"), nb::arg("layout"),
-          nb::arg("owners"), nb::arg("timeout"), nb::sig("def connect(*, job: JobOptions, rank: int, world_size: int, arena: ArenaMode, threads: int, versions_held: int, digest: bool, layout: Layout, owners: object, timeout: float) -> WeightSender"))
+          nb::arg("owners"), nb::arg("timeout"),
+          nb::sig("def connect(*, job: JobOptions, rank: int, world_size: int, arena: ArenaMode, "
+                  "threads: int, versions_held: int, digest: bool, layout: Layout, owners: object, "
+                  "timeout: float) -> WeightSender"))
       .def(
           "publish",
           [](nb::handle_t<SenderHandle> self, uint64_t version, double timeout) {
@@ -219,16 +229,21 @@ void BindSender(nb::module_& m) {
                   return sender->Publish(version, deadline);
                 })));
           },
-          nb::arg("version"), nb::arg("timeout"), nb::sig("def publish(self, version: int, timeout: float) -> Publication"))
+          nb::arg("version"), nb::arg("timeout"),
+          nb::sig("def publish(self, version: int, timeout: float) -> Publication"))
       .def(
           "update_layout",
           [](nb::handle_t<SenderHandle> self, const Layout& layout, nb::object owners,
-             double timeout) {
-            ReplaceLayout<WeightSender>(self, layout, owners, timeout);
-          },
+             double timeout) { ReplaceLayout<WeightSender>(self, layout, owners, timeout); },
           nb::arg("layout"), nb::arg("owners"), nb::arg("timeout"))
-      .def_prop_ro("term", [](SenderHandle& self) { return Ask(self, [](auto& session) { return session.term(); }); })
-      .def_prop_ro("coordinator", [](SenderHandle& self) { return Ask(self, [](auto& session) { return session.coordinator(); }); })
+      .def_prop_ro("term",
+                   [](SenderHandle& self) {
+                     return Ask(self, [](auto& session) { return session.term(); });
+                   })
+      .def_prop_ro("coordinator",
+                   [](SenderHandle& self) {
+                     return Ask(self, [](auto& session) { return session.coordinator(); });
+                   })
       .def(
           "close",
           [](SenderHandle& self, double timeout) {
@@ -240,9 +255,11 @@ void BindSender(nb::module_& m) {
 }
 
 void BindUpdate(nb::module_& m) {
-  nb::class_<UpdateHandle>(m, "Update", "See bascule.Update.",
-                           nb::type_slots(handle_slots<Update>))
-      .def_prop_ro("id", [](UpdateHandle& self) { return Ask(self, [](auto& session) { return ToPair(session.id()); }); })
+  nb::class_<UpdateHandle>(m, "Update", "See bascule.Update.", nb::type_slots(handle_slots<Update>))
+      .def_prop_ro("id",
+                   [](UpdateHandle& self) {
+                     return Ask(self, [](auto& session) { return ToPair(session.id()); });
+                   })
       .def(
           "stage",
           [](UpdateHandle& self, double timeout) {
@@ -255,9 +272,8 @@ void BindUpdate(nb::module_& m) {
           "wait_staged",
           [](nb::handle_t<UpdateHandle> self, double timeout) {
             auto update = nb::cast<UpdateHandle&>(self).Get();
-            Wait(self, [update, deadline = DeadlineIn(timeout)] {
-              return update->WaitStaged(deadline);
-            });
+            Wait(self,
+                 [update, deadline = DeadlineIn(timeout)] { return update->WaitStaged(deadline); });
           },
           nb::arg("timeout"))
       .def(
@@ -273,9 +289,8 @@ void BindUpdate(nb::module_& m) {
           "decide",
           [](nb::handle_t<UpdateHandle> self, double timeout) {
             auto update = nb::cast<UpdateHandle&>(self).Get();
-            Wait(self, [update, deadline = DeadlineIn(timeout)] {
-              return update->Decide(deadline);
-            });
+            Wait(self,
+                 [update, deadline = DeadlineIn(timeout)] { return update->Decide(deadline); });
           },
           nb::arg("timeout"))
       .def(
@@ -291,12 +306,13 @@ void BindUpdate(nb::module_& m) {
           "abort",
           [](nb::handle_t<UpdateHandle> self, double timeout) {
             auto update = nb::cast<UpdateHandle&>(self).Get();
-            Wait(self, [update, deadline = DeadlineIn(timeout)] {
-              return update->Abort(deadline);
-            });
+            Wait(self,
+                 [update, deadline = DeadlineIn(timeout)] { return update->Abort(deadline); });
           },
           nb::arg("timeout"))
-      .def("report", [](UpdateHandle& self) { return ToDict(Ask(self, [](auto& session) { return session.report(); })); });
+      .def("report", [](UpdateHandle& self) {
+        return ToDict(Ask(self, [](auto& session) { return session.report(); }));
+      });
 }
 
 void BindReceiver(nb::module_& m) {
@@ -314,14 +330,19 @@ void BindReceiver(nb::module_& m) {
                                          .threads = threads,
                                          .digest = digest};
             return MakeHandle<WeightReceiver>(
-                Unwrap(Interruptibly(owners, [job, options, layout, deadline = DeadlineIn(timeout)] {
-                  return WeightReceiver::Connect(job, options, layout, deadline);
-                })),
+                Unwrap(Interruptibly(owners,
+                                     [job, options, layout, deadline = DeadlineIn(timeout)] {
+                                       return WeightReceiver::Connect(job, options, layout,
+                                                                      deadline);
+                                     })),
                 owners);
           },
           nb::kw_only(), nb::arg("job"), nb::arg("engine"), nb::arg("rank"), nb::arg("world_size"),
           nb::arg("shadow"), nb::arg("threads"), nb::arg("digest"), nb::arg("layout"),
-          nb::arg("owners"), nb::arg("timeout"), nb::sig("def connect(*, job: JobOptions, engine: str, rank: int, world_size: int, shadow: ShadowMode, threads: int, digest: bool, layout: Layout, owners: object, timeout: float) -> WeightReceiver"))
+          nb::arg("owners"), nb::arg("timeout"),
+          nb::sig("def connect(*, job: JobOptions, engine: str, rank: int, world_size: int, "
+                  "shadow: ShadowMode, threads: int, digest: bool, layout: Layout, owners: object, "
+                  "timeout: float) -> WeightReceiver"))
       .def(
           "poll",
           [](nb::handle_t<ReceiverHandle> self, double timeout) -> nb::object {
@@ -337,18 +358,27 @@ void BindReceiver(nb::module_& m) {
           "open",
           [](ReceiverHandle& self, uint64_t term, uint64_t version) {
             auto receiver = self.Get();
-            return MakeHandle<Update>(
-                Unwrap(WithoutGil([&] { return receiver->Open({term, version}); })));
+            return MakeHandle<Update>(Unwrap(WithoutGil([&] {
+              return receiver->Open({term, version});
+            })));
           },
-          nb::arg("term"), nb::arg("version"), nb::sig("def open(self, term: int, version: int) -> Update"))
-      .def_prop_ro("state", [](ReceiverHandle& self) { return Ask(self, [](auto& session) { return session.state(); }); })
+          nb::arg("term"), nb::arg("version"),
+          nb::sig("def open(self, term: int, version: int) -> Update"))
+      .def_prop_ro("state",
+                   [](ReceiverHandle& self) {
+                     return Ask(self, [](auto& session) { return session.state(); });
+                   })
       .def_prop_ro("serving",
                    [](ReceiverHandle& self) -> std::optional<IdPair> {
-                     const VersionId id = Ask(self, [](auto& session) { return session.serving(); });
+                     const VersionId id =
+                         Ask(self, [](auto& session) { return session.serving(); });
                      if (id.none()) return std::nullopt;
                      return ToPair(id);
                    })
-      .def("check_servable", [](ReceiverHandle& self) { Check(Ask(self, [](auto& session) { return session.Servable(); })); })
+      .def("check_servable",
+           [](ReceiverHandle& self) {
+             Check(Ask(self, [](auto& session) { return session.Servable(); }));
+           })
       .def(
           "check_engine_servable",
           [](nb::handle_t<ReceiverHandle> self, double timeout) {
@@ -365,34 +395,39 @@ void BindReceiver(nb::module_& m) {
             self.hook()->error.reset();
             if (callable.is_none()) {
               self.hook()->callable.reset();
-              WithoutGil([&] { receiver->SetPostCommitHook(nullptr); return true; });
+              WithoutGil([&] {
+                receiver->SetPostCommitHook(nullptr);
+                return true;
+              });
               return;
             }
             self.hook()->callable = std::move(callable);
             auto hook = CallInPython(self.hook());
-            WithoutGil([&] { receiver->SetPostCommitHook(std::move(hook)); return true; });
+            WithoutGil([&] {
+              receiver->SetPostCommitHook(std::move(hook));
+              return true;
+            });
           },
           nb::arg("callable").none())
-      .def("take_hook_error",
-           [](ReceiverHandle& self) -> nb::object {
-             if (!self.hook()->error.is_valid()) return nb::none();
-             return std::move(self.hook()->error);
-           }, nb::sig("def take_hook_error(self) -> BaseException | None"))
+      .def(
+          "take_hook_error",
+          [](ReceiverHandle& self) -> nb::object {
+            if (!self.hook()->error.is_valid()) return nb::none();
+            return std::move(self.hook()->error);
+          },
+          nb::sig("def take_hook_error(self) -> BaseException | None"))
       .def(
           "audit",
           [](nb::handle_t<ReceiverHandle> self, double timeout) {
             auto receiver = nb::cast<ReceiverHandle&>(self).Get();
-            Wait(self, [receiver, deadline = DeadlineIn(timeout)] {
-              return receiver->Audit(deadline);
-            });
+            Wait(self,
+                 [receiver, deadline = DeadlineIn(timeout)] { return receiver->Audit(deadline); });
           },
           nb::arg("timeout"))
       .def(
           "update_layout",
           [](nb::handle_t<ReceiverHandle> self, const Layout& layout, nb::object owners,
-             double timeout) {
-            ReplaceLayout<WeightReceiver>(self, layout, owners, timeout);
-          },
+             double timeout) { ReplaceLayout<WeightReceiver>(self, layout, owners, timeout); },
           nb::arg("layout"), nb::arg("owners"), nb::arg("timeout"))
       .def(
           "close",
@@ -414,7 +449,10 @@ void BindCoordinator(nb::module_& m) {
                 Unwrap(WithoutGil([&] { return CoordinatorServer::Start(job); })));
           },
           nb::arg("job"), nb::sig("def start(job: JobOptions) -> CoordinatorServer"))
-      .def_prop_ro("address", [](ServerHandle& self) { return Ask(self, [](auto& session) { return session.address(); }); })
+      .def_prop_ro("address",
+                   [](ServerHandle& self) {
+                     return Ask(self, [](auto& session) { return session.address(); });
+                   })
       .def("status_json",
            [](ServerHandle& self) {
              return Ask(self, [](auto& session) { return session.StatusJson(); });
