@@ -11,6 +11,8 @@ namespace bascule {
 namespace programs {
 namespace {
 
+constexpr int64_t kArenaAlignment = 256;  // MapArena's
+
 // Appends the boxes of a \ b.
 void Subtract(const Box& a, const Box& b, std::vector<Box>* out) {
   Box rest = a;
@@ -233,6 +235,39 @@ std::vector<std::vector<SourcePlace>> PlacesOfArena(const ArenaMap& arena,
                                     programs::RowMajor(entry.box, DTypeSize(dtype)), dtype});
   }
   return places;
+}
+
+ArenaPlaces::ArenaPlaces(const WorldTemplate& world, std::span<const uint32_t> coordinates,
+                         uint32_t base)
+    : world_(world), class_places_(world.classes.size()) {
+  std::vector<int64_t> class_bytes;
+  std::vector<Box> boxes;
+  for (uint32_t c = 0; c < world.classes.size(); ++c) {
+    boxes.clear();
+    world.BoxesOf(c, coordinates, &boxes);
+    const DType dtype = world.classes[c].dtype;
+    int64_t offset = 0;
+    for (const Box& box : boxes) {
+      class_places_[c].push_back(
+          {base, offset, box, programs::RowMajor(box, DTypeSize(dtype)), dtype});
+      const int64_t bytes = box.size() * DTypeSize(dtype);
+      offset += (bytes + programs::kArenaAlignment - 1) / programs::kArenaAlignment *
+                programs::kArenaAlignment;
+    }
+    class_bytes.push_back(offset);
+  }
+  int64_t offset = 0;
+  offsets_.reserve(world.names.size());
+  for (uint32_t c : world.class_of) {
+    offsets_.push_back(offset);
+    offset += class_bytes[c];
+  }
+}
+
+std::span<const SourcePlace> ArenaPlaces::Of(uint32_t tensor) {
+  answer_ = class_places_[world_.class_of[tensor]];
+  for (SourcePlace& place : answer_) place.offset += offsets_[tensor];
+  return answer_;
 }
 
 std::vector<std::vector<SourcePlace>> PlacesOfLayout(const Layout& layout,

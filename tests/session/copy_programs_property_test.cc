@@ -578,8 +578,26 @@ std::set<std::string> DamagedTensors(const Job& job, uint32_t receiver) {
   return damaged;
 }
 
+// Both ways to find a box in an arena give one answer.
+void CheckPlaces(const WorldTemplate& world, const ArenaMap& arena) {
+  const auto all = PlacesOfArena(arena, world, 3);
+  ArenaPlaces places(world, {}, 3);
+  for (uint32_t tensor = 0; tensor < world.names.size(); ++tensor) {
+    const auto some = places.Of(tensor);
+    ASSERT_EQ(some.size(), all[tensor].size());
+    for (size_t i = 0; i < some.size(); ++i) {
+      EXPECT_EQ(some[i].base, all[tensor][i].base);
+      EXPECT_EQ(some[i].offset, all[tensor][i].offset);
+      EXPECT_EQ(some[i].box, all[tensor][i].box);
+      EXPECT_EQ(some[i].byte_strides, all[tensor][i].byte_strides);
+      EXPECT_EQ(some[i].dtype, all[tensor][i].dtype);
+    }
+  }
+}
+
 void CheckArena(const Job& job, uint32_t trainer, const Published& published) {
   const WorldTemplate& world = job.TemplateOfMember(trainer);
+  CheckPlaces(world, published.snapshot.arena);
   std::vector<std::byte> expected(published.arena.size(), kFill);
   for (size_t i = 0; i < published.snapshot.arena.entries.size(); ++i) {
     const ArenaMap::Entry& entry = published.snapshot.arena.entries[i];
