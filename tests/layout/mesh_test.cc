@@ -394,6 +394,18 @@ TEST(Blocks, PaddedVocabulary) {
   }
 }
 
+TEST(Blocks, TwoPaddedShardsPadTheirCornerOnce) {
+  ExpectBlock(
+      Mesh{{"row", "column"}, {2, 2}},
+      Block::Of(Tensor("w", {5, 6}), {{"row", ShardPadded(0, 8)}, {"column", ShardPadded(1, 8)}}),
+      [](const Coordinates& c) {
+        Array rows = ConcatAlong(0, {Range({5, 6}), Full({3, 6}, kPad)});
+        Array padded = ConcatAlong(1, {rows, Full({8, 2}, kPad)});
+        return Chunk(Chunk(padded, 0, 2, c[0]), 1, 2, c[1]);
+      },
+      {{"w", 0}});
+}
+
 TEST(Blocks, PadsTwoDimensionsOfATranspose) {
   Block block = std::move(std::move(Block::Of(Tensor("w", {3, 5}), {{"tp", Shard(0)}})).PadTo(0, 4))
                     .PadTo(1, 8)

@@ -179,6 +179,23 @@ TEST(WorldTemplate, ParseTakesOnlyWholeCanonicalInput) {
   EXPECT_THAT(WorldTemplate::Parse("GIF89a").status().message(), HasSubstr("magic"));
 }
 
+// A name that shares much and adds little would expand to a multiple of the input.
+TEST(WorldTemplate, ParseBoundsWhatNamesExpandTo) {
+  std::string bytes("BWT\1\0\0\1\0\1\0\0\2", 12);  // one class of scalars, two names
+  auto add_name = [&bytes](char shared, const std::string& rest) {
+    bytes += std::string{shared, static_cast<char>(rest.size())} + rest + '\0';
+  };
+  add_name(0, std::string(40, 'a'));
+  std::string start = bytes;
+  add_name(17, "bcdefgh");
+  bytes += std::string(2, '\0');
+  EXPECT_TRUE(WorldTemplate::Parse(bytes).ok());
+  bytes = start;
+  add_name(17, "b");
+  bytes += std::string(2, '\0');
+  EXPECT_THAT(WorldTemplate::Parse(bytes).status().message(), HasSubstr("malformed at byte"));
+}
+
 // Any damage is refused or gives a template that is valid and canonical.
 TEST(WorldTemplate, ParseSurvivesDamage) {
   const std::string bytes = Small().Serialize();
