@@ -3,6 +3,7 @@
 
 #include <chrono>
 
+#pragma GCC visibility push(default)
 namespace bascule {
 
 // A point on the steady clock. Value type.
@@ -27,3 +28,4 @@ class Deadline {
 };
 
 }  // namespace bascule
+#pragma GCC visibility pop

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string_view>
 
+#pragma GCC visibility push(default)
 namespace bascule {
 
 // Values are part of the wire format (docs/protocol.md); never renumber.
@@ -71,3 +72,4 @@ enum class DType : uint8_t {
 }
 
 }  // namespace bascule
+#pragma GCC visibility pop

@@ -15,6 +15,7 @@
 #include "bascule/dtype.h"
 #include "bascule/status.h"
 
+#pragma GCC visibility push(default)
 namespace bascule {
 
 inline constexpr int kMaxDims = 8;
@@ -171,3 +172,4 @@ enum class Side : uint8_t { kSource, kDestination };
 [[nodiscard]] Status CheckDestinationCoverage(const Layout& layout);
 
 }  // namespace bascule
+#pragma GCC visibility pop

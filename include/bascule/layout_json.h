@@ -12,6 +12,7 @@
 #include "bascule/mesh.h"
 #include "bascule/status.h"
 
+#pragma GCC visibility push(default)
 namespace bascule {
 
 // A mesh and what its ranks hold.
@@ -33,3 +34,4 @@ struct DeclaredWorld {
 [[nodiscard]] Result<DeclaredWorld> WorldFromJson(std::string_view text);
 
 }  // namespace bascule
+#pragma GCC visibility pop

@@ -24,6 +24,7 @@
 #include "bascule/layout.h"
 #include "bascule/status.h"
 
+#pragma GCC visibility push(default)
 namespace bascule {
 
 // A grid of ranks with named axes; rank numbers are row-major, the last axis fastest (as torch's
@@ -204,3 +205,4 @@ class LayoutBuilder {
 };
 
 }  // namespace bascule
+#pragma GCC visibility pop

@@ -16,6 +16,7 @@
 #include "bascule/layout.h"
 #include "bascule/status.h"
 
+#pragma GCC visibility push(default)
 namespace bascule {
 
 // Headers beyond this are refused, as by the reference implementation. Bytes.
@@ -54,3 +55,4 @@ struct SafetensorsFile {
 [[nodiscard]] Result<Layout> LayoutOfSafetensors(std::span<const SafetensorsFile> files);
 
 }  // namespace bascule
+#pragma GCC visibility pop

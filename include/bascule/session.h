@@ -17,6 +17,7 @@
 #include "bascule/layout.h"
 #include "bascule/status.h"
 
+#pragma GCC visibility push(default)
 namespace bascule {
 
 // JobOptions::coordinator: this process hosts the coordinator (at JobOptions::listen).
@@ -223,3 +224,4 @@ class CoordinatorServer {
 };
 
 }  // namespace bascule
+#pragma GCC visibility pop

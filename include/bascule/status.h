@@ -7,6 +7,7 @@
 #include <utility>
 #include <variant>
 
+#pragma GCC visibility push(default)
 namespace bascule {
 
 enum class Code : uint8_t {
@@ -92,17 +93,20 @@ class [[nodiscard]] Result {
 #define BASCULE_CONCAT_INNER_(a, b) a##b
 #define BASCULE_CONCAT_(a, b) BASCULE_CONCAT_INNER_(a, b)
 // Returns from the enclosing function when the expression's Status is an error.
-#define BASCULE_RETURN_IF_ERROR(expr)                    \
-  do {                                                   \
-    ::bascule::Status bascule_status_ = (expr);          \
-    if (!bascule_status_.ok()) return bascule_status_;   \
+#define BASCULE_RETURN_IF_ERROR(expr) \
+  BASCULE_RETURN_IF_ERROR_INNER_(BASCULE_CONCAT_(bascule_status_, __COUNTER__), expr)
+#define BASCULE_RETURN_IF_ERROR_INNER_(status, expr) \
+  do {                                               \
+    ::bascule::Status status = (expr);               \
+    if (!status.ok()) return status;                 \
   } while (false)
 // Declares `lhs` from a Result, or returns its error.
 #define BASCULE_ASSIGN_OR_RETURN(lhs, expr) \
-  BASCULE_ASSIGN_OR_RETURN_INNER_(BASCULE_CONCAT_(bascule_result_, __LINE__), lhs, expr)
+  BASCULE_ASSIGN_OR_RETURN_INNER_(BASCULE_CONCAT_(bascule_result_, __COUNTER__), lhs, expr)
 #define BASCULE_ASSIGN_OR_RETURN_INNER_(result, lhs, expr) \
   auto result = (expr);                                    \
   if (!result.ok()) return result.status();                \
   lhs = std::move(result).value()
 
 }  // namespace bascule
+#pragma GCC visibility pop

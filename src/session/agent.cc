@@ -171,7 +171,10 @@ Status Agent::Close(Deadline deadline) {
     wake_.notify_all();
   }
   if (thread_.joinable()) thread_.join();
-  Status left = gone_ ? Status::Ok() : directory_->Leave(incarnation_, deadline);
+  // A coordinator that is gone already cannot be told and need not be.
+  const Deadline patience = deadline.Earlier(Deadline::In(std::chrono::seconds(1)));
+  Status left = gone_ ? Status::Ok() : directory_->Leave(incarnation_, patience);
+  if (left.code() == Code::kUnavailable || left.code() == Code::kDeadlineExceeded) left = {};
   if (server_) server_->Stop();
   return left;
 }

@@ -13,7 +13,8 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kSlice{1000};
-constexpr milliseconds kProbe{300};  // for one question of a termination round
+constexpr milliseconds kProbe{300};         // for one question of a termination round
+constexpr milliseconds kIntroduction{5000};  // a live rank introduces itself within two beats
 
 void PutId(WireWriter* out, VersionId id) {
   out->U64(id.term);
@@ -302,7 +303,7 @@ void EngineChannel::NoteMembers(const std::vector<MemberInfo>& members) {
 }
 
 void EngineChannel::Introduce(Deadline deadline) {
-  if (!leads()) (void)Hello(deadline);
+  if (!leads()) (void)EnsureIntroduced(deadline);
 }
 
 // Every message to the leader starts with whom it is meant for and who speaks.
@@ -326,7 +327,30 @@ Result<std::string> EngineChannel::AskLeader(const std::string& method, const st
 
 // ---- polling ----------------------------------------------------------------------------------
 
+// A rank that has joined but not introduced itself yet would miss the answer of this poll and then
+// wait for one that the leader makes later: the leader waits for it, for a while.
+void EngineChannel::AwaitIntroductions(Deadline deadline) {
+  {
+    std::lock_guard lock(mutex_);
+    if (decider_->KnowsAll()) return;
+  }
+  auto membership = agent_->directory().Members(deadline);
+  if (!membership.ok()) return;
+  std::vector<uint32_t> expected;
+  for (const MemberInfo& member : membership->members) {
+    if (member.role == Role::kRollout && member.engine == options_.engine) {
+      expected.push_back(member.rank);
+    }
+  }
+  std::unique_lock lock(mutex_);
+  changed_.wait_until(lock, deadline.Earlier(Deadline::In(kIntroduction)).at(), [&] {
+    return std::all_of(expected.begin(), expected.end(),
+                       [this](uint32_t rank) { return decider_->Knows(rank); });
+  });
+}
+
 Result<EngineChannel::PollResult> EngineChannel::LeaderPoll(Deadline deadline) {
+  AwaitIntroductions(deadline);
   VersionId common;
   {
     std::lock_guard lock(mutex_);

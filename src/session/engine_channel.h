@@ -72,7 +72,7 @@ class EngineChannel {
   void ResolveDoubt(Deadline deadline);
   // Tells the leader what this rank serves now.
   void AnnounceServing(Deadline deadline);
-  // Introduces this rank to the leader, if it is there.
+  // Introduces this rank to the leader, if it is there and was not told yet.
   void Introduce(Deadline deadline);
   [[nodiscard]] Status EngineServable(Deadline deadline);
   // The engine's ranks as of the plan that is being staged: whose lives termination asks about.
@@ -100,6 +100,7 @@ class EngineChannel {
   [[nodiscard]] Result<Outcome> AskOutcome(uint32_t rank, const UpdateKey& key, bool decider_gone,
                                            bool abort, Deadline deadline);
   [[nodiscard]] Result<std::shared_ptr<RpcClient>> ClientOf(uint32_t rank, Deadline deadline);
+  void AwaitIntroductions(Deadline deadline);
   [[nodiscard]] Result<PollResult> LeaderPoll(Deadline deadline);
   [[nodiscard]] Status LeaderDecide(const UpdateKey& key, Deadline deadline);
   [[nodiscard]] Status FollowerDecide(const UpdateKey& key, Deadline deadline);

@@ -124,6 +124,9 @@ class DeciderCore {
     uint64_t next_ready = 0;
   };
   Position Hello(uint32_t rank, uint64_t incarnation, VersionId serving);
+  // Has a rank introduced itself to this leader?
+  [[nodiscard]] bool Knows(uint32_t rank) const { return ranks_.contains(rank); }
+  [[nodiscard]] bool KnowsAll() const { return ranks_.size() >= world_size_; }
   // The lowest version that all ranks serve; none() when any is unknown. Poll asks for newer ones.
   [[nodiscard]] VersionId CommonVersion() const;
   // True when every rank is known and serves `id`.

@@ -92,6 +92,8 @@ struct ReceiverShared {
   std::timed_mutex data;  // one landing, switch or audit at a time
   std::unique_ptr<Lander> lander;
 
+  std::atomic<bool> connected{false};  // the agent's beats may use the channel
+
   std::mutex mutex;  // guards what follows
   UpdateKey staging;                            // of the job in progress or done last
   Status staged;                                // its outcome
@@ -520,7 +522,7 @@ Status ReceiverImpl::Audit(Deadline deadline) {
 
 Status ReceiverImpl::UpdateLayout(const Layout& layout, Deadline deadline) {
   BASCULE_RETURN_IF_ERROR(shared_->Usable());
-  BASCULE_RETURN_IF_ERROR(ValidateLayout(layout));
+  BASCULE_RETURN_IF_ERROR(ValidateLayout(layout, Side::kDestination));
   BASCULE_RETURN_IF_ERROR(CheckDestinationCoverage(layout));
   BASCULE_ASSIGN_OR_RETURN(auto world, WorldOf(layout));
   UpdateKey key;
@@ -633,7 +635,7 @@ Result<std::unique_ptr<WeightReceiver>> WeightReceiver::Connect(const JobOptions
                               options.world_size))
         .WithRank(static_cast<int>(options.rank));
   }
-  BASCULE_RETURN_IF_ERROR(ValidateLayout(layout));
+  BASCULE_RETURN_IF_ERROR(ValidateLayout(layout, Side::kDestination));
   BASCULE_RETURN_IF_ERROR(CheckDestinationCoverage(layout));
   BASCULE_ASSIGN_OR_RETURN(auto world, WorldOf(layout));
   auto shared = std::make_shared<ReceiverShared>();
@@ -678,6 +680,8 @@ Result<std::unique_ptr<WeightReceiver>> WeightReceiver::Connect(const JobOptions
   };
   const auto beat = job.heartbeat;
   agent.on_beat = [raw, beat](const HeartbeatReply&) {
+    if (!raw->connected) return;
+    raw->channel->Introduce(Deadline::In(beat));
     raw->channel->ResolveDoubt(Deadline::In(beat));
   };
   agent.on_gone = [raw](const Status&) {
@@ -692,6 +696,7 @@ Result<std::unique_ptr<WeightReceiver>> WeightReceiver::Connect(const JobOptions
   BASCULE_RETURN_IF_ERROR(shared->lander->Allocate());
   BASCULE_RETURN_IF_ERROR(CheckAtConnect(shared->agent.get(), options, deadline));
   shared->channel->Introduce(Deadline::In(milliseconds(500)).Earlier(deadline));
+  shared->connected = true;
   return std::unique_ptr<WeightReceiver>(std::make_unique<ReceiverImpl>(std::move(shared)));
 }
 

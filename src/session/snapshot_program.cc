@@ -146,9 +146,22 @@ class SnapshotBuilder {
                                  cell.ToString());
   }
 
+  static plan::Cells WholeCell(const Box& box, std::span<const WantedPart> wanted) {
+    plan::Cells cells;
+    cells.boxes.push_back(box);
+    for (const WantedPart& part : wanted) cells.owners.push_back(part.part.owner);
+    std::sort(cells.owners.begin(), cells.owners.end());
+    cells.owners.erase(std::unique(cells.owners.begin(), cells.owners.end()), cells.owners.end());
+    cells.offsets.push_back(static_cast<uint32_t>(cells.owners.size()));
+    return cells;
+  }
+
   // The box cut to cells by the wanted boxes in it, the largest of them where all would give too
   // many cells. The entry itself is an owner (kNone), so that the cells fill it.
   plan::Cells CutEntry(const Box& box, std::span<const WantedPart> wanted) {
+    const bool whole = std::all_of(wanted.begin(), wanted.end(),
+                                   [&box](const WantedPart& w) { return w.part.box == box; });
+    if (whole) return WholeCell(box, wanted);
     std::vector<plan::OwnedBox> parts;
     for (const WantedPart& part : wanted) parts.push_back(part.part);
     std::stable_sort(parts.begin(), parts.end(),
