@@ -227,6 +227,24 @@ TEST_F(HostileClients, AnotherProtocolVersionIsNamed) {
   EXPECT_THAT(why.message(), HasSubstr("99"));
 }
 
+// Told by the server itself, to a client that does not look at the answer.
+TEST_F(HostileClients, AnotherIncarnationOrJobIsRefused) {
+  RawClient stale(address_);
+  shm::Hello hello = RawClient::GoodHello();
+  hello.expected_incarnation = 12;
+  auto answer = stale.ShakeHands("secret", hello);
+  ASSERT_TRUE(answer.ok()) << answer.status().ToString();
+  ASSERT_EQ(answer->type, FrameType::kReject);
+  EXPECT_EQ(shm::DecodeStatus(answer->payload).code(), Code::kStaleTerm);
+  RawClient stranger(address_);
+  hello = RawClient::GoodHello();
+  hello.job = "other job";
+  answer = stranger.ShakeHands("secret", hello);
+  ASSERT_TRUE(answer.ok()) << answer.status().ToString();
+  ASSERT_EQ(answer->type, FrameType::kReject);
+  EXPECT_EQ(shm::DecodeStatus(answer->payload).code(), Code::kPermissionDenied);
+}
+
 TEST_F(HostileClients, DescriptorsFromClientsAreNotKept) {
   RawClient client(address_);
   client.Authenticate();
