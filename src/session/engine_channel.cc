@@ -183,6 +183,8 @@ Result<std::string> EngineChannel::HandleLeader(const std::string& method,
     out.Bytes(answer->status.message());
     out.U8(answer->key ? 1 : 0);
     PutKey(&out, answer->key.value_or(UpdateKey{}));
+    out.U64(answer->epoch);
+    out.U8(answer->own_membership ? 1 : 0);
     out.I64(answer->publish_start_ns);
     return out.Take();
   }
@@ -364,12 +366,13 @@ Result<EngineChannel::PollResult> EngineChannel::LeaderPoll(Deadline deadline) {
   if (reply.ok() && reply->offered) {
     answer.key = decider_->OpenUpdate(reply->id, true);
     answer.epoch = reply->epoch;
+    answer.own_membership = reply->own_membership;
     answer.publish_start_ns = reply->publish_start_ns;
   }
   decider_->RecordPoll(answer);
   changed_.notify_all();
   if (!answer.status.ok()) return answer.status;
-  return PollResult{answer.key, answer.publish_start_ns};
+  return PollResult{answer.key, answer.epoch, answer.own_membership, answer.publish_start_ns};
 }
 
 Result<EngineChannel::PollResult> EngineChannel::Poll(Deadline deadline) {
@@ -401,11 +404,14 @@ Result<EngineChannel::PollResult> EngineChannel::Poll(Deadline deadline) {
     const std::string message = in.Bytes();
     const bool offered = in.U8() != 0;
     const UpdateKey key = GetKey(&in);
+    const uint64_t epoch = in.U64();
+    const bool own_membership = in.U8() != 0;
     const int64_t publish_start = in.I64();
     if (!in.done()) return Malformed();
     next_poll_ = index + 1;
     if (kind == Numbered::kError) return Status(code, message).WithPeer(Name(0));
-    return PollResult{offered ? std::optional(key) : std::nullopt, publish_start};
+    return PollResult{offered ? std::optional(key) : std::nullopt, epoch, own_membership,
+                      publish_start};
   }
 }
 

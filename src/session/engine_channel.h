@@ -53,6 +53,8 @@ class EngineChannel {
   // ---- polling
   struct PollResult {
     std::optional<UpdateKey> key;
+    uint64_t epoch = 0;  // membership to plan with
+    bool own_membership = false;
     int64_t publish_start_ns = 0;
   };
   [[nodiscard]] Result<PollResult> Poll(Deadline deadline);

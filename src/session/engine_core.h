@@ -116,6 +116,7 @@ class DeciderCore {
     Status status;                 // an error is an answer too: one for all ranks
     std::optional<UpdateKey> key;  // null: nothing to update to
     uint64_t epoch = 0;
+    bool own_membership = false;
     int64_t publish_start_ns = 0;
   };
   // Where a rank that (re)connected stands: its next poll and ready calls are these.

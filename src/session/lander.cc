@@ -93,10 +93,16 @@ std::vector<LinkReport> Lander::Links() const {
 
 // ---- planning and connecting ------------------------------------------------------------------
 
-Status Lander::Prepare(Deadline deadline) {
-  BASCULE_ASSIGN_OR_RETURN(auto view, agent_->views().Newest(options_.rollout.engine, deadline));
-  if (plan_ && plan_->view == view) return Status::Ok();
-  return BuildPlan(std::move(view), deadline);
+Status Lander::Prepare(const PlanBasis& basis, Deadline deadline) {
+  BASCULE_ASSIGN_OR_RETURN(auto view,
+                           agent_->views().For(options_.rollout.engine, basis, deadline));
+  const bool connected =
+      plan_ && plan_->view == view &&
+      std::all_of(plan_->sources.begin(), plan_->sources.end(),
+                  [](const Source& source) { return source.peer->alive(); });
+  if (!connected) BASCULE_RETURN_IF_ERROR(BuildPlan(std::move(view), deadline));
+  plan_->basis = basis;
+  return Status::Ok();
 }
 
 Status Lander::BuildPlan(std::shared_ptr<const WorldView> view, Deadline deadline) {
@@ -175,6 +181,8 @@ PeerRequest Lander::Request(PeerMethod method, VersionId id) const {
   request.method = method;
   request.id = id;
   request.plan = plan_->view->planner->digest();
+  request.epoch = plan_->basis.epoch;
+  request.own_membership = plan_->basis.own_membership;
   request.engine = options_.rollout.engine;
   request.rank = options_.rollout.rank;
   return request;

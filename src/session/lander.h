@@ -42,9 +42,9 @@ class Lander {
 
   // Allocates the shadow where there is one; sums the padding.
   [[nodiscard]] Status Allocate();
-  // Plans under the newest membership, connects to all sources of the part. Cheap when nothing
+  // Plans with the version's membership, connects to all sources of the part. Cheap when nothing
   // changed. Errors name what no source covers.
-  [[nodiscard]] Status Prepare(Deadline deadline);
+  [[nodiscard]] Status Prepare(const PlanBasis& basis, Deadline deadline);
   // Ranks of this engine as of the plan.
   [[nodiscard]] std::vector<MemberInfo> EngineMembers() const;
 
@@ -95,6 +95,7 @@ class Lander {
   // Everything that versions under one membership share.
   struct LandingPlan {
     std::shared_ptr<const WorldView> view;
+    PlanBasis basis;
     Part part;
     std::vector<Source> sources;
     LandingProgram landing;

@@ -85,6 +85,30 @@ Result<std::shared_ptr<const WorldTemplate>> ViewCache::Template(const ContentDi
 Result<std::shared_ptr<const WorldView>> ViewCache::Newest(const std::string& engine,
                                                           Deadline deadline) {
   BASCULE_ASSIGN_OR_RETURN(Membership membership, directory_->Members(deadline));
+  return Plan(engine, std::move(membership), deadline);
+}
+
+Result<std::shared_ptr<const WorldView>> ViewCache::For(const std::string& engine,
+                                                       const PlanBasis& basis, Deadline deadline) {
+  const bool plain = basis.epoch != 0 && !basis.own_membership;
+  if (plain) {
+    std::lock_guard lock(mutex_);
+    auto it = by_epoch_.find({engine, basis.epoch});
+    if (it != by_epoch_.end()) return it->second;
+  }
+  BASCULE_ASSIGN_OR_RETURN(Membership membership,
+                           directory_->MembersFor(basis.id, basis.epoch, deadline));
+  BASCULE_ASSIGN_OR_RETURN(auto view, Plan(engine, std::move(membership), deadline));
+  if (plain) {
+    std::lock_guard lock(mutex_);
+    if (by_epoch_.size() == kViewsKept) by_epoch_.erase(by_epoch_.begin());
+    by_epoch_[{engine, basis.epoch}] = view;
+  }
+  return view;
+}
+
+Result<std::shared_ptr<const WorldView>> ViewCache::Plan(const std::string& engine,
+                                                        Membership membership, Deadline deadline) {
   std::vector<MemberInfo> infos;
   std::copy_if(membership.members.begin(), membership.members.end(), std::back_inserter(infos),
                [&engine](const MemberInfo& member) {

@@ -30,6 +30,13 @@ struct WorldView {
   [[nodiscard]] int64_t Rollout(uint32_t rank) const;
 };
 
+// Which membership a version is planned with. epoch 0: the newest.
+struct PlanBasis {
+  VersionId id;
+  uint64_t epoch = 0;
+  bool own_membership = false;  // PollReply
+};
+
 // "trainer 3" or "engine e0 rank 1", for messages.
 [[nodiscard]] std::string MemberName(const MemberInfo& member);
 
@@ -46,10 +53,18 @@ class ViewCache {
   // not fetched or made again.
   [[nodiscard]] Result<std::shared_ptr<const WorldView>> Newest(const std::string& engine,
                                                                Deadline deadline);
+  // The view that a version is planned with (Directory::MembersFor): one for all ranks of an engine.
+  // Asks nobody where a view of that epoch is at hand.
+  [[nodiscard]] Result<std::shared_ptr<const WorldView>> For(const std::string& engine,
+                                                            const PlanBasis& basis,
+                                                            Deadline deadline);
   // A view made lately whose planner has this digest, or null.
   [[nodiscard]] std::shared_ptr<const WorldView> Find(const ContentDigest& plan) const;
 
  private:
+  [[nodiscard]] Result<std::shared_ptr<const WorldView>> Plan(const std::string& engine,
+                                                             Membership membership,
+                                                             Deadline deadline);
   [[nodiscard]] Result<std::shared_ptr<const WorldTemplate>> Template(const ContentDigest& digest,
                                                                       Deadline deadline);
 
@@ -57,6 +72,8 @@ class ViewCache {
   mutable std::mutex mutex_;
   std::map<ContentDigest, std::shared_ptr<const WorldTemplate>> templates_;
   std::vector<std::shared_ptr<const WorldView>> views_;  // newest last, bounded
+  // Views by (engine, epoch), of plain memberships only.
+  std::map<std::pair<std::string, uint64_t>, std::shared_ptr<const WorldView>> by_epoch_;
 };
 
 // Equal for ranks that should be able to map each other's memory: the kernel's boot id and network

@@ -39,6 +39,8 @@ std::string Encode(const PeerRequest& request) {
   out.U64(request.id.version);
   out.U64(request.plan.high);
   out.U64(request.plan.low);
+  out.U64(request.epoch);
+  out.U8(request.own_membership ? 1 : 0);
   out.Bytes(request.engine);
   out.U32(request.rank);
   out.U8(static_cast<uint8_t>(request.scope));
@@ -55,6 +57,8 @@ Result<PeerRequest> DecodePeerRequest(std::string_view bytes) {
   request.id.version = in.U64();
   request.plan.high = in.U64();
   request.plan.low = in.U64();
+  request.epoch = in.U64();
+  request.own_membership = in.U8() != 0;
   request.engine = in.Bytes();
   request.rank = in.U32();
   uint8_t scope = in.U8();

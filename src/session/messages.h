@@ -28,6 +28,8 @@ struct PeerRequest {
   PeerMethod method = PeerMethod::kOpen;
   VersionId id;
   ContentDigest plan;      // of the engine's planner
+  uint64_t epoch = 0;      // what it was planned with (PlanBasis)
+  bool own_membership = false;
   std::string engine;
   uint32_t rank = 0;       // in the engine
   AuditScope scope = AuditScope::kAllByLayer;

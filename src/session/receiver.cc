@@ -128,29 +128,31 @@ struct ReceiverShared {
     std::lock_guard lock(mutex);
     return staging == key ? staged : Status(Code::kAborted, "the update was given up");
   }
-  void RunStage(const UpdateKey& key, const std::shared_ptr<std::atomic<bool>>& cancel,
-                Deadline deadline);
-  [[nodiscard]] Status LandOnce(const UpdateKey& key, const std::function<bool()>& cancelled,
+  void RunStage(const UpdateKey& key, const PlanBasis& basis,
+                const std::shared_ptr<std::atomic<bool>>& cancel, Deadline deadline);
+  [[nodiscard]] Status LandOnce(const PlanBasis& basis, const std::function<bool()>& cancelled,
                                 Deadline deadline);
 };
 
-Status ReceiverShared::LandOnce(const UpdateKey& key, const std::function<bool()>& cancelled,
+Status ReceiverShared::LandOnce(const PlanBasis& basis, const std::function<bool()>& cancelled,
                                 Deadline deadline) {
-  BASCULE_RETURN_IF_ERROR(lander->Prepare(deadline));
+  BASCULE_RETURN_IF_ERROR(lander->Prepare(basis, deadline));
   channel->NoteMembers(lander->EngineMembers());
-  if (in_place) return lander->OpenSources(key.id, deadline);
-  return lander->Land(key.id, cancelled, deadline);
+  if (in_place) return lander->OpenSources(basis.id, deadline);
+  return lander->Land(basis.id, cancelled, deadline);
 }
 
 // The staging job, on the worker's thread: land, vote.
-void ReceiverShared::RunStage(const UpdateKey& key,
+void ReceiverShared::RunStage(const UpdateKey& key, const PlanBasis& basis,
                               const std::shared_ptr<std::atomic<bool>>& cancel, Deadline deadline) {
   auto cancelled = [&cancel] { return cancel->load(); };
   Status status;
+  int attempts = 0;
   for (;;) {
     {
       std::lock_guard lock(data);
-      status = LandOnce(key, cancelled, deadline);
+      // A plan that is out of date (a source left) is made anew from the newest membership.
+      status = LandOnce(attempts++ == 0 ? basis : PlanBasis{basis.id}, cancelled, deadline);
     }
     // A membership in motion (a rank joining, a plan that a source has not seen) settles soon.
     if (status.code() != Code::kUnavailable || cancelled()) break;
@@ -170,9 +172,10 @@ void ReceiverShared::RunStage(const UpdateKey& key,
 
 class UpdateImpl final : public Update {
  public:
-  UpdateImpl(std::shared_ptr<ReceiverShared> shared, VersionId id, std::optional<UpdateKey> key,
-             int64_t publish_start_ns)
-      : shared_(std::move(shared)), id_(id), key_(key) {
+  UpdateImpl(std::shared_ptr<ReceiverShared> shared, const PlanBasis& basis,
+             std::optional<UpdateKey> key, int64_t publish_start_ns)
+      : shared_(std::move(shared)), id_(basis.id), basis_(basis), key_(key) {
+    const VersionId id = basis.id;
     report_.id = id;
     report_.publish_start_ns = publish_start_ns;
   }
@@ -203,6 +206,7 @@ class UpdateImpl final : public Update {
 
   std::shared_ptr<ReceiverShared> shared_;
   VersionId id_;
+  PlanBasis basis_;
   mutable std::mutex mutex_;
   std::optional<UpdateKey> key_;
   Report report_;
@@ -272,8 +276,8 @@ Status UpdateImpl::Stage(Deadline deadline) {
     shared_->stage_ended = landed;
   }
   if (landed) return Tag(shared_->channel->Vote(key, true, "", deadline));
-  shared_->worker->Post([shared = shared_.get(), key, cancel, deadline] {
-    shared->RunStage(key, cancel, deadline);
+  shared_->worker->Post([shared = shared_.get(), key, basis = basis_, cancel, deadline] {
+    shared->RunStage(key, basis, cancel, deadline);
   });
   return Status::Ok();
 }
@@ -473,13 +477,14 @@ class ReceiverImpl final : public WeightReceiver {
     if (!polled.ok()) return Status(polled.status()).WithRank(static_cast<int>(shared_->options.rank));
     if (!polled->key) return std::shared_ptr<Update>();
     return std::shared_ptr<Update>(std::make_shared<UpdateImpl>(
-        shared_, polled->key->id, polled->key, polled->publish_start_ns));
+        shared_, PlanBasis{polled->key->id, polled->epoch, polled->own_membership}, polled->key,
+        polled->publish_start_ns));
   }
 
   Result<std::shared_ptr<Update>> Open(VersionId id) override {
     BASCULE_RETURN_IF_ERROR(shared_->Usable());
     if (id.none()) return Status(Code::kInvalidArgument, "Open needs a term and a version");
-    return std::shared_ptr<Update>(std::make_shared<UpdateImpl>(shared_, id, std::nullopt, 0));
+    return std::shared_ptr<Update>(std::make_shared<UpdateImpl>(shared_, PlanBasis{id}, std::nullopt, 0));
   }
 
   [[nodiscard]] ReceiverState state() const override { return shared_->State(); }

@@ -478,7 +478,8 @@ Result<std::shared_ptr<const WorldView>> SourceService::ViewOf(const PeerRequest
   }
   auto view = views->Find(request.plan);
   if (view) return view;
-  auto newest = views->Newest(request.engine, Deadline::In(std::chrono::seconds(5)));
+  auto newest = views->For(request.engine, {request.id, request.epoch, request.own_membership},
+                           Deadline::In(std::chrono::seconds(5)));
   if (!newest.ok()) return newest.status();
   if ((*newest)->planner->digest() == request.plan) return *newest;
   return Status(Code::kUnavailable,

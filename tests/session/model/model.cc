@@ -313,7 +313,7 @@ void Model::Poll(Receiver* receiver, uint32_t rank) {
       Violate("Poll offers a version that not every source has filled");
     }
     receiver->key = receiver->decider->OpenUpdate(reply->id, true);
-    receiver->decider->RecordPoll({Status::Ok(), receiver->key, reply->epoch, 0});
+    receiver->decider->RecordPoll({Status::Ok(), receiver->key, reply->epoch, false, 0});
     receiver->at = ReceiverAt::kStage;
     return;
   }
