@@ -494,8 +494,6 @@ Status EngineChannel::Vote(const UpdateKey& key, bool ok, const std::string& why
 // The core has learned `outcome` (or had before): says what the caller gets.
 Status EngineChannel::AfterOutcome(const UpdateKey& key, Outcome outcome) {
   std::lock_guard lock(mutex_);
-  (void)core_.Learn(key, outcome);
-  changed_.notify_all();
   if (outcome == Outcome::kCommit) return Status::Ok();
   return NotDecided(decider_ ? decider_->WhyAborted(key) : "as rank 0 recorded");
 }
@@ -533,6 +531,7 @@ Status EngineChannel::LeaderDecide(const UpdateKey& key, Deadline deadline) {
       outcome = decider_->Abort(key, "not decided by the deadline: " + decider_->Missing(key));
     }
     if (outcome != Outcome::kUndecided) {
+      (void)core_.LearnFromDecider(key, outcome);
       changed_.notify_all();
       lock.unlock();
       return AfterOutcome(key, outcome);
@@ -561,7 +560,7 @@ Result<Outcome> EngineChannel::AskOutcome(uint32_t rank, const UpdateKey& key, b
 Status EngineChannel::FollowerDecide(const UpdateKey& key, Deadline deadline) {
   const auto left = deadline.Left();
   const Deadline patience = Deadline::In(left * 7 / 10);
-  Termination termination(key, options_.world_size, options_.rank);
+  Termination termination(key, options_.world_size, options_.rank, false);
   while (!deadline.Passed()) {
     bool refused = false;
     {
@@ -579,7 +578,7 @@ Status EngineChannel::FollowerDecide(const UpdateKey& key, Deadline deadline) {
         bool learned = false;
         {
           std::lock_guard lock(mutex_);
-          learned = core_.LearnFromDecider(key, *outcome) || core_.key() != key;
+          learned = core_.LearnFromDecider(key, *outcome) || !core_.Refuses(key.decider);
           changed_.notify_all();
         }
         if (learned) return AfterOutcome(key, *outcome);
@@ -603,6 +602,10 @@ Status EngineChannel::FollowerDecide(const UpdateKey& key, Deadline deadline) {
 // One question each to the decider, the directory and the other ranks.
 std::optional<Outcome> EngineChannel::TerminationRound(Termination* termination,
                                                        Deadline deadline) {
+  {
+    std::lock_guard lock(mutex_);
+    if (core_.Refuses(termination->key().decider)) termination->OnGone(0, true);
+  }
   for (const auto& question : termination->Next()) {
     if (deadline.Passed()) break;
     const Deadline probe = Deadline::In(kProbe).Earlier(deadline);
@@ -634,7 +637,21 @@ std::optional<Outcome> EngineChannel::TerminationRound(Termination* termination,
     }
     if (termination->outcome()) break;
   }
-  return termination->outcome();
+  if (!termination->outcome()) return std::nullopt;
+  std::lock_guard lock(mutex_);
+  const UpdateKey& key = termination->key();
+  const Outcome outcome = *termination->outcome();
+  if (!termination->from_decider()) {
+    (void)core_.Learn(key, outcome);
+  } else if (core_.Refuses(key.decider)) {
+    // Pledged meanwhile: what the decider said counts no more.
+    termination->OnGone(0, true);
+    return std::nullopt;
+  } else {
+    (void)core_.LearnFromDecider(key, outcome);
+  }
+  changed_.notify_all();
+  return outcome;
 }
 
 void EngineChannel::ResolveDoubt(Deadline deadline) {
@@ -644,7 +661,7 @@ void EngineChannel::ResolveDoubt(Deadline deadline) {
     if (core_.state() != ReceiverState::kInDoubt) return;
     key = core_.key();
   }
-  Termination termination(key, options_.world_size, options_.rank);
+  Termination termination(key, options_.world_size, options_.rank, false);
   // Two rounds: the second asks for pledges when the first found the decider gone.
   for (int round = 0; round < 2 && !deadline.Passed(); ++round) {
     auto outcome = TerminationRound(&termination, deadline);
@@ -659,9 +676,17 @@ Status EngineChannel::Abort(const UpdateKey& key, const std::string& why, Deadli
   if (leads()) {
     std::lock_guard lock(mutex_);
     outcome = decider_->Abort(key, why);
+    (void)core_.LearnFromDecider(key, outcome);
     changed_.notify_all();
   } else {
     BASCULE_ASSIGN_OR_RETURN(outcome, AskOutcome(0, key, false, true, deadline));
+    std::lock_guard lock(mutex_);
+    if (core_.Refuses(key.decider)) {
+      outcome = Outcome::kNotLearned;
+    } else {
+      (void)core_.LearnFromDecider(key, outcome);
+    }
+    changed_.notify_all();
   }
   if (outcome == Outcome::kNotLearned) {
     // The decider of that update is gone: learn as a rank in doubt does.

@@ -407,6 +407,7 @@ void Termination::OnOutcome(const Question& question, Outcome outcome) {
     // What the decider says after it was declared gone is refused.
     if (question.kind == Question::kAskDecider && gone_[0]) return;
     outcome_ = outcome;
+    from_decider_ = question.kind == Question::kAskDecider;
     return;
   }
   if (outcome == Outcome::kNotLearned && question.decider_gone) not_learned_[question.rank] = true;
@@ -414,7 +415,13 @@ void Termination::OnOutcome(const Question& question, Outcome outcome) {
 }
 
 void Termination::OnGone(uint32_t rank, bool gone) {
-  if (outcome_ || !gone) return;
+  if (!gone) return;
+  if (outcome_) {
+    if (rank != 0 || !from_decider_) return;
+    // The decider's word was refused: it counts no more.
+    outcome_.reset();
+    from_decider_ = false;
+  }
   gone_[rank] = true;
   Conclude();
 }

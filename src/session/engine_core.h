@@ -201,8 +201,11 @@ class DeciderCore {
 class Termination {
  public:
   // ranks: the engine's world size; self: the asking rank.
-  Termination(const UpdateKey& key, uint32_t ranks, uint32_t self)
-      : key_(key), self_(self), not_learned_(ranks, false), gone_(ranks, false) {}
+  // refuses: the rank has pledged to refuse the decider (RankCore::Refuses), which is gone then.
+  Termination(const UpdateKey& key, uint32_t ranks, uint32_t self, bool refuses)
+      : key_(key), self_(self), not_learned_(ranks, false), gone_(ranks, false) {
+    gone_[0] = refuses;
+  }
 
   struct Question {
     enum Kind : uint8_t { kAskDecider, kAskGone, kAskRank } kind = kAskDecider;
@@ -216,6 +219,9 @@ class Termination {
   void OnOutcome(const Question& question, Outcome outcome);
   void OnGone(uint32_t rank, bool gone);
   [[nodiscard]] std::optional<Outcome> outcome() const { return outcome_; }
+  // The outcome is the decider's word: the rank may have pledged meanwhile, so it must go through
+  // RankCore::LearnFromDecider; refused, the termination goes on with OnGone(0, true).
+  [[nodiscard]] bool from_decider() const { return from_decider_; }
   [[nodiscard]] bool decider_gone() const { return gone_[0]; }
   [[nodiscard]] const UpdateKey& key() const { return key_; }
   [[nodiscard]] uint64_t Fingerprint() const;
@@ -227,6 +233,7 @@ class Termination {
   std::vector<bool> not_learned_;  // answered so after the decider was gone
   std::vector<bool> gone_;
   std::optional<Outcome> outcome_;
+  bool from_decider_ = false;
 };
 
 }  // namespace bascule

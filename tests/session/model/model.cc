@@ -504,7 +504,8 @@ void Model::Outcome_(Receiver* receiver, uint32_t rank, Outcome outcome, bool fr
   if (!learned) {
     if (from_decider) {
       receiver->core.EnterDoubt(receiver->key);
-      receiver->termination.emplace(receiver->key, options_.receivers, rank);
+      receiver->termination.emplace(receiver->key, options_.receivers, rank,
+                                    receiver->core.Refuses(receiver->key.decider));
       receiver->at = ReceiverAt::kDoubt;
     }
     return;
@@ -538,11 +539,12 @@ void Model::Decide(Receiver* receiver, uint32_t rank, uint32_t choice) {
   if (choice == 0) return;
   if (reachable) (void)leader->decider->Abort(key, "a follower's deadline");
   receiver->core.EnterDoubt(key);
-  receiver->termination.emplace(key, options_.receivers, rank);
+  receiver->termination.emplace(key, options_.receivers, rank, receiver->core.Refuses(key.decider));
   receiver->at = ReceiverAt::kDoubt;
 }
 
 void Model::AskInDoubt(Receiver* receiver, uint32_t rank, uint32_t choice) {
+  if (receiver->core.Refuses(receiver->key.decider)) receiver->termination->OnGone(0, true);
   auto questions = receiver->termination->Next();
   if (choice >= questions.size()) return;
   const Termination::Question question = questions[choice];
@@ -566,7 +568,9 @@ void Model::AskInDoubt(Receiver* receiver, uint32_t rank, uint32_t choice) {
                           : other.core.AnswerOutcome(key, question.decider_gone);
     receiver->termination->OnOutcome(question, outcome);
   }
-  if (auto outcome = receiver->termination->outcome()) Outcome_(receiver, rank, *outcome, false);
+  if (auto outcome = receiver->termination->outcome()) {
+    Outcome_(receiver, rank, *outcome, receiver->termination->from_decider());
+  }
 }
 
 // ---- steps ------------------------------------------------------------------------------------
