@@ -379,7 +379,8 @@ Status SourceService::CompareWithLive(const PreparedSource& prepared, const std:
   };
   BASCULE_ASSIGN_OR_RETURN(
       std::vector<Sum> live,
-      SumLayout(layout, [&](uint32_t tensor) { return layout.tensors[tensor].dtype; }, selected));
+      SumLayout(layout, [&](uint32_t tensor) { return layout.tensors[tensor].dtype; }, selected, {},
+                Side::kSource));
   for (uint32_t tensor = 0; tensor < layout.tensors.size(); ++tensor) {
     if (!selected(tensor)) continue;
     const auto index = static_cast<size_t>(index_of(layout.tensors[tensor].name));
