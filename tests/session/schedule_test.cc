@@ -19,9 +19,16 @@ using testing::Model;
 using testing::ModelOptions;
 using testing::Step;
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kSanitized = true;  // an order of magnitude slower
+#else
+constexpr bool kSanitized = false;
+#endif
+
 uint64_t Schedules() {
   const char* text = std::getenv("SCHEDULES");
-  return text != nullptr ? std::strtoull(text, nullptr, 10) : 100000;
+  if (text != nullptr) return std::strtoull(text, nullptr, 10);
+  return kSanitized ? 4000 : 100000;
 }
 
 // One random schedule: random steps with the faults falling anywhere, then calm.
@@ -88,17 +95,18 @@ TEST(Schedule, ReplicasThreeFaults) {
 TEST(Schedule, OneSlot) { RunMany({.versions = 3, .slots = 1}, Schedules() / 10, 5); }
 
 // Every schedule of 2 trainers and 2 receivers, one version, one chunk a pair, at most one crash,
-// by hashing states.
+// by hashing states; each life of rank 0 opens one update (more would repeat it without end).
 TEST(Schedule, ExhaustiveSmallJob) {
   ModelOptions options{.trainers = 2, .receivers = 2, .versions = 1, .slots = 1, .faults = 1};
   options.stops = false;
+  options.clock_runs = false;
+  options.most_updates = 1;
   std::unordered_set<uint64_t> seen;
   std::deque<Model> frontier;
   frontier.emplace_back(options, 0);
   seen.insert(frontier.front().Fingerprint());
   uint64_t states = 0;
-  const uint64_t limit = std::getenv("SCHEDULES") != nullptr ? 20'000'000 : 2'000'000;
-  while (!frontier.empty() && states < limit) {
+  while (!frontier.empty() && (states < 20000 || !kSanitized)) {
     Model model = std::move(frontier.front());
     frontier.pop_front();
     ++states;
@@ -110,7 +118,8 @@ TEST(Schedule, ExhaustiveSmallJob) {
     }
   }
   RecordProperty("states", std::to_string(states));
-  EXPECT_TRUE(frontier.empty()) << "gave up after " << states << " states";
+  EXPECT_TRUE(frontier.empty() || kSanitized);
+  EXPECT_GT(states, kSanitized ? 10000u : 500000u) << "the model lost most of its behaviour";
 }
 
 }  // namespace

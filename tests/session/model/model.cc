@@ -305,6 +305,10 @@ Model::Receiver* Model::Leader() {
 void Model::Poll(Receiver* receiver, uint32_t rank) {
   if (rank == 0) {
     if (!coordinator_ || receiver->core.banished()) return;
+    if (options_.most_updates > 0 && receiver->key.decider == receiver->incarnation &&
+        receiver->key.attempt >= options_.most_updates) {
+      return;
+    }
     receiver->decider->Serving(0, receiver->incarnation, receiver->core.serving());
     auto reply = coordinator_->Poll(receiver->incarnation, receiver->decider->CommonVersion(),
                                     false, Now());
@@ -638,7 +642,7 @@ void Model::Run(const Step& step) {
     }
     return nullptr;
   };
-  ++now_ms_;
+  if (options_.clock_runs) ++now_ms_;
   switch (step.kind) {
     case Step::kTrainer:
       StepTrainer(step.actor);

@@ -32,6 +32,8 @@ struct ModelOptions {
   bool coordinator_fails = true;
   bool in_place = false;
   bool only_leader_stops = false;  // every fault stops the engine's rank 0
+  bool clock_runs = true;      // each step takes a millisecond; false: equal states hash alike
+  uint32_t most_updates = 0;   // that one life of rank 0 opens; 0: any number
   bool replicas = false;       // every trainer holds the whole model
 };
 
