@@ -293,7 +293,7 @@ def gaps(views: Sequence[ArrayView], begin: int, end: int) -> list[tuple[int, in
     order = np.argsort(starts)
     starts = starts[order]
     ends = starts + np.concatenate(sizes_of)[order]
-    gap_begin = np.concatenate(([begin], np.maximum.accumulate(ends)))
+    gap_begin = np.concatenate(([begin], ends))
     gap_bytes = np.concatenate((starts, [end])) - gap_begin
     empty = gap_bytes > 0
     return _series(gap_begin[empty] - begin, gap_bytes[empty])

@@ -305,7 +305,8 @@ def test_hybrid_fsdp2(read_layout: Any) -> None:
             expect_module(layout, model, read_layout)
 
 
-def test_slices_and_flattened_dimensions_of_one_mesh(read_layout: Any) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_slices_and_flattened_dimensions_of_one_mesh(apart: bool, read_layout: Any) -> None:
     """Dense weights over all ranks, experts over parts of them: one grid for both."""
     dense, experts, both = pattern(16, 2), pattern(4, 6), pattern(3, 8)
     worlds = set()
@@ -321,13 +322,16 @@ def test_slices_and_flattened_dimensions_of_one_mesh(read_layout: Any) -> None:
                 ),
                 "plain": pattern(2),
             }
+            if apart:  # then only the flattened dimension tells the coordinate along dp
+                del tensors["both"]
             layout = layout_of(tensors)
             assert layout.native.coordinates == [rank // 4 % 2, rank % 4]
             worlds.add(world_of(layout))
             read = read_layout(layout)
             expect_part(read, "dense", dense, tensors["dense"].to_local())
             expect_part(read, "experts", experts, tensors["experts"].to_local())
-            expect_part(read, "both", both, tensors["both"].to_local())
+            if not apart:
+                expect_part(read, "both", both, tensors["both"].to_local())
     assert len(worlds) == 1
 
 
