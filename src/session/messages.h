@@ -21,7 +21,7 @@ enum class PeerMethod : uint8_t { kOpen = 1, kChecks = 2, kAudit = 3, kLease = 4
 enum class AuditScope : uint8_t {
   kAllByLayer = 0,     // every tensor the receiver holds, summed per layer
   kRotationByLayer = 1,  // InRotation(tensor, version) only, per layer
-  kAllByTensor = 2,    // drill-down
+  kAllByTensor = 2,    // drill-down; a tensor whose arena was damaged has no row
 };
 
 struct PeerRequest {

@@ -572,6 +572,27 @@ Result<std::vector<Sum>> SourceService::DigestChunks(const SlotData& slot, const
   return sums;
 }
 
+// Does the arena still hold what was snapshotted of a tensor?
+bool SourceService::ArenaIntact(const SlotData& slot, uint32_t tensor) const {
+  if (options_.direct || !options_.trainer.digest) return true;
+  const WorldTemplate& world = *slot.prepared->world;
+  const TemplateClass& tensor_class = world.classes[world.class_of[tensor]];
+  const SnapshotProgram& snapshot = slot.prepared->snapshot;
+  for (uint32_t i = snapshot.arena.first_entry[tensor]; i < snapshot.arena.first_entry[tensor + 1];
+       ++i) {
+    const ArenaMap::Entry& entry = snapshot.arena.entries[i];
+    Sum expected;
+    for (uint32_t cell : snapshot.box_cells[i]) expected += slot.cells[cell];
+    StridedBox memory{slot.region->data() + entry.offset, entry.box,
+                      DenseStrides(entry.box, DTypeSize(tensor_class.dtype)), tensor_class.dtype};
+    if (SumBox(memory, entry.box, tensor_class.shape, tensor_class.dtype,
+               TensorKey(world.names[tensor])) != expected) {
+      return false;
+    }
+  }
+  return true;
+}
+
 Result<std::string> SourceService::AnswerAudit(const PeerRequest& request) {
   Serve serve(this, request.id);
   if (!serve.held()) return NotHeld(request.id, options_.name);
@@ -592,6 +613,9 @@ Result<std::string> SourceService::AnswerAudit(const PeerRequest& request) {
           .WithPeer(options_.name);
     }
     const TemplateClass& tensor_class = world.classes[world.class_of[box.tensor]];
+    if (request.scope == AuditScope::kAllByTensor && !ArenaIntact(serve.data(), box.tensor)) {
+      continue;  // a row that is missing names the tensor
+    }
     Sum& row = rows[RowOf(name, request.scope)];
     if (options_.direct) {
       for (const SourcePlace& place : prepared.places[box.tensor]) {

@@ -112,6 +112,7 @@ class SourceService final : public PeerHandler {
   [[nodiscard]] Result<std::string> AnswerChecks(const PeerRequest& request);
   [[nodiscard]] Result<std::string> AnswerAudit(const PeerRequest& request);
   [[nodiscard]] Result<std::shared_ptr<const WorldView>> ViewOf(const PeerRequest& request);
+  [[nodiscard]] bool ArenaIntact(const SlotData& slot, uint32_t tensor) const;
   [[nodiscard]] Result<std::vector<Sum>> DigestChunks(const SlotData& slot, const Part& part,
                                                       const World& world, uint32_t self,
                                                       const std::function<bool()>& cancelled);
