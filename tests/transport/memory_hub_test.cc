@@ -72,8 +72,10 @@ TEST_P(MemoryHubTest, KillEndsACallInFlight) {
   std::thread caller(
       [&] { EXPECT_EQ(b_to_a_->Call("x", Soon()).status().code(), Code::kUnavailable); });
   while (a_handler_.callers().empty()) std::this_thread::yield();
+  auto start = std::chrono::steady_clock::now();
   hub_->Kill(a_address_);
   caller.join();
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
   gate.Open();
   a_.reset();  // waits for the handler, which uses the gate
 }
