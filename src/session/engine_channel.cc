@@ -620,6 +620,7 @@ std::optional<Outcome> EngineChannel::TerminationRound(Termination* termination,
         }
         auto gone = agent_->directory().Gone(incarnation, probe);
         if (gone.ok()) termination->OnGone(question.rank, *gone);
+        if (gone.ok() && *gone) NoteGone(incarnation);
         if (termination->decider_gone()) {
           // From here on this rank refuses what the old decider says, like those it asks.
           std::lock_guard lock(mutex_);
@@ -652,6 +653,18 @@ std::optional<Outcome> EngineChannel::TerminationRound(Termination* termination,
   }
   changed_.notify_all();
   return outcome;
+}
+
+void EngineChannel::NoteGone(uint64_t incarnation) {
+  std::lock_guard lock(client_mutex_);
+  if (std::find(told_gone_.begin(), told_gone_.end(), incarnation) != told_gone_.end()) return;
+  if (told_gone_.size() == 64) told_gone_.erase(told_gone_.begin());
+  told_gone_.push_back(incarnation);
+}
+
+std::vector<uint64_t> EngineChannel::ToldGone() {
+  std::lock_guard lock(client_mutex_);
+  return told_gone_;
 }
 
 void EngineChannel::ResolveDoubt(Deadline deadline) {

@@ -80,6 +80,10 @@ class EngineChannel {
   // The engine's ranks as of the plan that is being staged: whose lives termination asks about.
   void NoteMembers(const std::vector<MemberInfo>& members);
 
+  // Incarnations that termination acted upon as gone; a restarted coordinator must not take them
+  // back. At most 64, newest last.
+  [[nodiscard]] std::vector<uint64_t> ToldGone();
+
   void Stop();
 
  private:
@@ -109,6 +113,7 @@ class EngineChannel {
   [[nodiscard]] Status AfterOutcome(const UpdateKey& key, Outcome outcome);
   [[nodiscard]] std::optional<Outcome> TerminationRound(Termination* termination,
                                                         Deadline deadline);
+  void NoteGone(uint64_t incarnation);
   [[nodiscard]] std::string Name(uint32_t rank) const;
 
   Options options_;
@@ -129,6 +134,7 @@ class EngineChannel {
   };
   std::map<uint32_t, Client> clients_;
   std::map<uint32_t, uint64_t> last_incarnation_;  // of ranks, as of the last membership seen
+  std::vector<uint64_t> told_gone_;
   uint64_t leader_ = 0;  // incarnation that this rank has introduced itself to
   uint64_t next_poll_ = 0;
   uint64_t next_ready_ = 0;

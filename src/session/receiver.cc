@@ -94,10 +94,11 @@ struct ReceiverShared {
   RolloutOptions options;
   std::string name;
   bool in_place = false;
-  std::shared_ptr<Transport> transport;
+  // Destroyed from the last to the first: whoever calls goes before whom it calls.
   std::unique_ptr<PeerHandler> handler;
-  std::unique_ptr<Agent> agent;
+  std::shared_ptr<Transport> transport;
   std::unique_ptr<EngineChannel> channel;
+  std::unique_ptr<Agent> agent;
 
   std::mutex data;  // one landing, switch or audit at a time
   std::unique_ptr<Lander> lander;
@@ -207,6 +208,7 @@ class UpdateImpl final : public Update {
   [[nodiscard]] Status FinishEarlier(const UpdateKey& key, Deadline deadline);
   [[nodiscard]] Status SwitchTo(const UpdateKey& key, Deadline deadline);
   [[nodiscard]] Status RunHook(VersionId id);
+  void ReportLanding();
   void FinishReport(int64_t commit_start, int64_t stall_start);
   void StartRotation(const UpdateKey& key);
   [[nodiscard]] Status Tag(const Status& status) const {
@@ -362,6 +364,7 @@ Status UpdateImpl::Commit(Deadline deadline) {
   if (!nothing) {
     std::lock_guard lock(shared_->data);
     status = SwitchTo(key, deadline);
+    ReportLanding();
   }
   if (!nothing && status.ok()) status = RunHook(key.id);
   if (!status.ok()) {
@@ -419,18 +422,22 @@ Status UpdateImpl::RunHook(VersionId id) {
   return hook ? hook(id) : Status::Ok();
 }
 
-void UpdateImpl::FinishReport(int64_t commit_start, int64_t stall_start) {
+// What the lander knows of this update; under its lock.
+void UpdateImpl::ReportLanding() {
   std::lock_guard lock(mutex_);
   const Lander& lander = *shared_->lander;
-  const int64_t commit = report_.phases.commit;
-  const int64_t now = NowNs();
   report_.phases.stage = lander.phases().stage;
   report_.phases.verify = lander.phases().verify;
-  report_.phases.commit = commit > 0 ? commit : now - commit_start;
-  report_.phases.stall = now - stall_start;
   report_.bytes = lander.part_bytes();
   report_.links = lander.Links();
   report_.peak_extra_bytes = lander.shadow_bytes();
+}
+
+void UpdateImpl::FinishReport(int64_t commit_start, int64_t stall_start) {
+  std::lock_guard lock(mutex_);
+  const int64_t now = NowNs();
+  if (report_.phases.commit == 0) report_.phases.commit = now - commit_start;
+  report_.phases.stall = now - stall_start;
   report_.commit_end_ns = WallNs();
   if (report_.publish_start_ns > 0) {
     report_.ewtt_ns = report_.commit_end_ns - report_.publish_start_ns;
@@ -439,11 +446,11 @@ void UpdateImpl::FinishReport(int64_t commit_start, int64_t stall_start) {
 
 // After the pause: a sixteenth of the tensors, live, against the trainers' layouts.
 void UpdateImpl::StartRotation(const UpdateKey& key) {
-  const bool rotate = shared_->options.digest && !shared_->lander->landed().first &&
-                      !shared_->lander->transforms();
-  shared_->worker->Post([shared = shared_.get(), key, rotate] {
+  shared_->worker->Post([shared = shared_.get(), key] {
     std::lock_guard lock(shared->data);
-    if (rotate && shared->lander->landed().id == key.id) {
+    const Lander& lander = *shared->lander;
+    const bool rotate = shared->options.digest && !lander.landed().first && !lander.transforms();
+    if (rotate && lander.landed().id == key.id) {
       Status status = shared->lander->AuditRotation(key.id, Deadline::In(std::chrono::seconds(30)));
       const bool serving = shared->channel->WithCore(
           [&](RankCore& core) { return core.serving() == key.id; });
@@ -691,6 +698,7 @@ Result<std::unique_ptr<WeightReceiver>> WeightReceiver::Connect(const JobOptions
       state.serving = core.serving();
       state.servable = core.Servable().ok();
     });
+    state.told_gone = raw->channel->ToldGone();
     return state;
   };
   const auto beat = job.heartbeat;

@@ -41,6 +41,7 @@ struct SenderState {
   Status gone;                                // why this incarnation is no member any more
   uint64_t prepared_epoch = 0;
   std::atomic<bool> publishing{false};
+  std::atomic<bool> complete{false};  // all ranks of the term had joined
 
   [[nodiscard]] Status Usable() const {
     if (!agent) return Status(Code::kClosed, "the sender is closed; connect anew");
@@ -70,6 +71,7 @@ struct SenderState {
 
   [[nodiscard]] MemberState State() const {
     MemberState state;
+    state.term_complete = complete;
     const auto held = service->Held();
     std::lock_guard lock(mutex);
     for (const auto& [id, version] : versions) {
@@ -209,6 +211,7 @@ Result<std::shared_ptr<Publication>> SenderImpl::Publish(uint64_t version, Deadl
   // Waits only until every rank of the world has joined once.
   auto complete = agent.directory().WaitComplete(agent.incarnation(), deadline);
   if (!complete.ok() && complete.status().code() != Code::kUnavailable) return complete.status();
+  if (complete.ok()) state_->complete = true;
   if (complete.ok() && state_->prepared_epoch != complete->epoch) {
     BASCULE_RETURN_IF_ERROR(state_->service->PrepareFor(*complete, deadline));
     state_->prepared_epoch = complete->epoch;
