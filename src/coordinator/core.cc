@@ -100,8 +100,11 @@ CoordinatorCore::CoordinatorCore(CoordinatorOptions options)
 void CoordinatorCore::Begin(CoordinatorTime now) {
   now.steady_ms = std::max(now.steady_ms, now_.steady_ms);
   now_ = now;
-  const int64_t age = now_.steady_ms - options_.start.steady_ms;
-  if (!settled_ && age >= kSilentHeartbeats * options_.heartbeat_ms) Settle();
+  if (!settled_ && GraceOver()) Settle();
+}
+
+bool CoordinatorCore::GraceOver() const {
+  return now_.steady_ms - options_.start.steady_ms >= kSilentHeartbeats * options_.heartbeat_ms;
 }
 
 void CoordinatorCore::Settle() {
@@ -479,6 +482,11 @@ Result<HeartbeatReply> CoordinatorCore::Heartbeat(const HeartbeatRequest& reques
   }
   MemberRecord& member = found->second;
   member.last_seen_ms = now_.steady_ms;
+  const uint64_t joined = request.state.joined_term;
+  if (joined != 0 && member.info->role == Role::kTrainer && joined != member.term) {
+    reply.rejoin = true;  // what is recorded here is of another of its Joins
+    return reply;
+  }
   member.serving = request.state.serving;
   member.servable = request.state.servable;
   ReportEpoch(request.told_epoch);
@@ -516,6 +524,8 @@ Result<HeartbeatReply> CoordinatorCore::Heartbeat(const HeartbeatRequest& reques
   reply.member = true;
   reply.stale_term = IsStale(member);
   reply.term = current_;
+  const auto current = terms_.find(current_);
+  reply.term_complete = current != terms_.end() && current->second.complete;
   reply.epoch = epoch_;
   reply.versions.assign(states.begin(), states.end());
   return reply;

@@ -140,7 +140,9 @@ class CoordinatorCore {
 
   [[nodiscard]] uint64_t term() const { return current_; }
   [[nodiscard]] uint64_t epoch() const { return epoch_; }
-  // False: started lately; declares nothing yet.
+  // False: started lately; declares nothing yet. What ranks report of an earlier coordinator's life
+  // and were not told the end of is judged even later: after kSilentHeartbeats, when everybody has
+  // had the time to say what it was told.
   [[nodiscard]] bool settled() const { return settled_; }
   // Of whom a Join with kAlreadyExists speaks, and when it was last heard; 0: of nobody live.
   struct Rival {
@@ -185,6 +187,8 @@ class CoordinatorCore {
     std::map<uint64_t, Hold> holds;               // by incarnation
     std::map<uint64_t, uint64_t> first_of_group;  // replica group -> incarnation
     uint64_t judged_losses = 0;
+    // Reported by ranks that rejoined: somebody who has not may have been told what became of it.
+    bool inherited = false;
   };
   struct Seat {
     uint64_t incarnation = 0;  // 0: nobody joined as this rank in this coordinator's life
@@ -233,6 +237,8 @@ class CoordinatorCore {
   void Settle();
   void SettleIfRejoined();
   [[nodiscard]] bool Silent(const MemberRecord& member) const;
+  // Has everybody who lives had the time to rejoin?
+  [[nodiscard]] bool GraceOver() const;
   // The member, or why it is none.
   [[nodiscard]] Result<MemberRecord*> Find(uint64_t incarnation);
   [[nodiscard]] Status StaleTerm(const MemberRecord& member) const;

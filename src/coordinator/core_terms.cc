@@ -50,11 +50,13 @@ void CoordinatorCore::OpenTerm(const std::string& why) {
   JudgeAll();
 }
 
-// Old terms go when nobody holds anything of them any more.
+// Old terms go when nobody holds anything of them any more; the last few are kept to tell what
+// became of their versions.
 void CoordinatorCore::ForgetTerms() {
+  constexpr size_t kKeptAnyway = 4;
   size_t old = terms_.size() - terms_.count(current_);
   for (auto term = terms_.begin(); term != terms_.end();) {
-    bool needed = term->first == current_;
+    bool needed = term->first == current_ || old <= kKeptAnyway;
     if (!needed && old <= options_.limits.old_terms) {
       needed = !settled_;
       for (const auto& [number, version] : term->second.versions) {
@@ -102,6 +104,7 @@ Membership CoordinatorCore::Snapshot(VersionId id) const {
 
 bool CoordinatorCore::HasOwnMembership(VersionId id) const {
   if (id.term != current_) return true;
+  if (id.version == 0) return false;
   const TermRecord& term = terms_.at(id.term);
   const auto version = term.versions.find(id.version);
   if (version == term.versions.end()) return false;

@@ -53,7 +53,12 @@ void CoordinatorCore::End(VersionRecord& version, VersionState state, std::strin
   version.reason = std::move(reason);
   version.covered = state == VersionState::kAvailable;
   version.judged_losses = losses_;
-  for (auto& [incarnation, hold] : version.holds) hold.sums = nullptr;
+  if (state == VersionState::kAvailable) {
+    for (auto& [incarnation, hold] : version.holds) hold.sums = nullptr;
+  } else {
+    version.holds.clear();
+    version.first_of_group.clear();
+  }
   ++changes_;
 }
 
@@ -83,7 +88,10 @@ void CoordinatorCore::Report(uint64_t incarnation, const MemberState& state) {
     // A term that nobody else knows of is not worth a record once all could have spoken of it.
     if (settled_ && terms_.count(told.id.term) == 0) continue;
     if (told.told < VersionState::kAvailable || told.told > VersionState::kRetired) continue;
-    if (VersionRecord* version = Ensure(told.id)) ApplyTold(*version, told.told, by);
+    VersionRecord* version = Ensure(told.id);
+    if (version == nullptr) continue;
+    version->inherited = true;
+    ApplyTold(*version, told.told, by);
   }
   if (info.role == Role::kRollout) {
     const VersionId serving = state.serving;
@@ -95,6 +103,7 @@ void CoordinatorCore::Report(uint64_t incarnation, const MemberState& state) {
     if (held.id.none()) continue;
     VersionRecord* version = Ensure(held.id);
     if (version == nullptr) continue;
+    version->inherited = true;
     ApplyTold(*version, held.told, by);
     TermRecord& term = terms_.at(held.id.term);
     if (held.id.term == member.term) {
@@ -212,6 +221,12 @@ Result<VersionReply> CoordinatorCore::Held(const HeldRequest& request, Coordinat
                                info.layout_serial));
   }
   VersionRecord* version = FindVersion(id);
+  const bool ended = version != nullptr && (version->state == VersionState::kAborted ||
+                                            version->state == VersionState::kRetired);
+  if (ended) {
+    member->newest_held = std::max(member->newest_held, id.version);
+    return ReplyOf(*version);
+  }
   const bool repeated = version != nullptr && version->holds.count(request.incarnation) != 0;
   if (!repeated && (id.version < member->newest_held || id.version <= term.forgotten)) {
     return invalid(fmt::format("{} publishes version {} after {}; versions must rise within a term",
@@ -221,9 +236,6 @@ Result<VersionReply> CoordinatorCore::Held(const HeldRequest& request, Coordinat
   if (version == nullptr) version = Ensure(id);
   if (version == nullptr) return invalid("too many versions are open");
   member->newest_held = std::max(member->newest_held, id.version);
-  if (version->state == VersionState::kAborted || version->state == VersionState::kRetired) {
-    return ReplyOf(*version);
-  }
   HeldVersion held = request.held;
   if (held.deadline_ns == 0) held.deadline_ns = request.deadline_ns;
   const Status added = AddHold(*member, held, term, *version);
@@ -366,6 +378,7 @@ std::string CoordinatorCore::Seats(Part part, VersionId id, const TermRecord& te
 }
 
 void CoordinatorCore::JudgeOpen(VersionId id, const TermRecord& term, VersionRecord& version) {
+  if (version.inherited && !GraceOver()) return;
   if (id.term != current_) {
     return End(version, VersionState::kAborted,
                fmt::format("term {} is over: {}", id.term, term.over));

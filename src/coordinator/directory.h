@@ -115,8 +115,9 @@ struct HeartbeatReply {
   // coordinator is new. `rejoin` says whether it may join again as it is.
   bool member = false;
   bool rejoin = false;
-  bool stale_term = false;  // trainers: see JoinReply; calls get kStaleTerm
-  uint64_t term = 0;        // the current one
+  bool stale_term = false;     // trainers: see JoinReply; calls get kStaleTerm
+  uint64_t term = 0;           // the current one
+  bool term_complete = false;  // all trainer ranks of it have joined
   uint64_t epoch = 0;
   uint64_t coordinator = 0;
   int64_t wall_ns = 0;

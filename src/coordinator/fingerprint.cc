@@ -48,7 +48,7 @@ class Hasher {
 uint64_t CoordinatorCore::Fingerprint() const {
   Hasher hasher(now_.steady_ms);
   hasher.Add(settled_ ? 1 : 0);
-  if (!settled_) hasher.AddAge(options_.start.steady_ms);
+  if (!GraceOver()) hasher.AddAge(options_.start.steady_ms);
   hasher.Add(current_);
   hasher.Add(highest_term_);
   hasher.Add(epoch_);
@@ -77,7 +77,8 @@ uint64_t CoordinatorCore::Fingerprint() const {
     for (const auto& [number, version] : term.versions) {
       hasher.Add(number);
       hasher.Add(static_cast<uint64_t>(version.state));
-      hasher.Add((version.covered ? 1 : 0) | (version.mismatch.empty() ? 0 : 2));
+      hasher.Add((version.covered ? 1 : 0) | (version.mismatch.empty() ? 0 : 2) |
+                 (version.inherited ? 4 : 0));
       if (version.deadline_ms.has_value()) hasher.AddAge(*version.deadline_ms);
       hasher.Add(version.holds.size());
       for (const auto& [incarnation, hold] : version.holds) {

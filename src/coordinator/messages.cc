@@ -170,6 +170,7 @@ bool Get(const v1::HeartbeatReply& in, HeartbeatReply* out) {
   out->epoch = in.epoch();
   out->coordinator = in.coordinator();
   out->wall_ns = in.wall_ns();
+  out->term_complete = in.term_complete();
   for (const v1::KnownVersion& version : in.versions()) {
     auto& item = out->versions.emplace_back(Get(version.id()), VersionState::kUnknown);
     if (!Get(version.state(), &item.second)) return false;
@@ -288,6 +289,7 @@ std::string Encode(const HeartbeatReply& message) {
   out.set_epoch(message.epoch);
   out.set_coordinator(message.coordinator);
   out.set_wall_ns(message.wall_ns);
+  out.set_term_complete(message.term_complete);
   for (const auto& [id, state] : message.versions) {
     v1::KnownVersion* item = out.add_versions();
     Set(item->mutable_id(), id);

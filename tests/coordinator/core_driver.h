@@ -1,8 +1,10 @@
 // Drives a CoordinatorCore by hand: a small world whose clock the test moves.
 #pragma once
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <optional>
@@ -50,7 +52,7 @@ struct CoreDriver {
     request.member.rank = rank;
     request.member.world_size = world_size;
     request.member.incarnation = incarnation;
-    request.member.node = "node" + std::to_string(rank);
+    request.member.node = fmt::format("node{}", rank);
     request.state = states[incarnation];
     return request;
   }
@@ -101,7 +103,15 @@ struct CoreDriver {
     request.state = states[incarnation];
     auto reply = core.Heartbeat(request, now);
     EXPECT_TRUE(reply.ok()) << reply.status().ToString();
-    return reply.ok() ? *reply : HeartbeatReply();
+    if (!reply.ok()) return {};
+    MemberState& state = states[incarnation];
+    if (reply->term == state.joined_term) state.term_complete |= reply->term_complete;
+    for (const auto& [id, told] : reply->versions) {
+      for (HeldVersion& held : state.held) {
+        if (held.id == id) held.told = told;
+      }
+    }
+    return *reply;
   }
 
   HeldRequest HeldBy(uint64_t incarnation, uint64_t version, std::vector<Sum> sums = {{5, 1}}) {
