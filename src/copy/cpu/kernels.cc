@@ -111,8 +111,9 @@ class RunCopier {
   }
 
   // Leaves `rest` elements or a few more.
+  // Not inlined: there are dozens of copiers, and compiling them is slow enough.
   template <bool kStream>
-  HWY_INLINE void StepsUntil(uint64_t rest, int64_t ahead) {
+  HWY_NOINLINE void StepsUntil(uint64_t rest, int64_t ahead) {
     while (left_ >= rest + kStep) {
       uint64_t steps = (left_ - rest) / kStep;
       if (kDigest) steps = HWY_MIN(steps, uint64_t{digester_.VectorsLeft() / kWireVectors});
@@ -171,8 +172,12 @@ class RunCopier {
     left_ -= count;
   }
 
-  // Fewer elements than a step, or more where a start amid a word leaves room for fewer in one.
   HWY_INLINE void Part(uint64_t count) {
+    if (count > 0) Parts(count);
+  }
+
+  // Fewer elements than a step, or more where a start amid a word leaves room for fewer in one.
+  HWY_NOINLINE void Parts(uint64_t count) {
     while (count > 0) {
       const size_t lead = kDigest ? position_ % 4 / kWireBytes : 0;
       const size_t part = static_cast<size_t>(HWY_MIN(count, uint64_t{kStep} - lead));
@@ -251,46 +256,17 @@ RowKernel PickRaw() {
   return &CopyRows<CodeKind::kRaw, CodeKind::kRaw, CodeKind::kRaw, kDigest, kStore>;
 }
 
-template <CodeKind kSource, CodeKind kWire, CodeKind kTarget>
-RowKernel PickStore(bool digest) {
-  if constexpr (kSource == kWire && kWire == kTarget) {
-    return nullptr;  // raw
-  } else {
-    return digest ? &CopyRows<kSource, kWire, kTarget, true, true>
-                  : &CopyRows<kSource, kWire, kTarget, false, true>;
-  }
-}
-
-template <CodeKind kSource, CodeKind kWire>
+// One cast, from kSource to kTarget. Where nothing is digested, the wire dtype does not matter.
+template <CodeKind kSource, CodeKind kTarget>
 RowKernel PickCast(const KernelSpec& spec) {
   if (!spec.store) {
-    if constexpr (kSource == kWire) {
-      return nullptr;  // raw
-    } else if constexpr (kSource == CodeKind::kF32) {
-      return spec.narrow_back ? &CopyRows<kSource, kWire, kWire, true, false, true>
-                              : &CopyRows<kSource, kWire, kWire, true, false>;
-    } else {
-      return &CopyRows<kSource, kWire, kWire, true, false>;
-    }
+    constexpr bool kWidened = kSource == CodeKind::kF32;
+    return spec.narrow_back ? &CopyRows<kSource, kTarget, kTarget, true, false, kWidened>
+                            : &CopyRows<kSource, kTarget, kTarget, true, false>;
   }
-  switch (CodeKindOf(spec.target)) {
-    case CodeKind::kF32: return PickStore<kSource, kWire, CodeKind::kF32>(spec.digest);
-    case CodeKind::kBF16: return PickStore<kSource, kWire, CodeKind::kBF16>(spec.digest);
-    case CodeKind::kF16: return PickStore<kSource, kWire, CodeKind::kF16>(spec.digest);
-    case CodeKind::kRaw: break;
-  }
-  return nullptr;
-}
-
-template <CodeKind kSource>
-RowKernel PickWire(const KernelSpec& spec) {
-  switch (CodeKindOf(spec.wire)) {
-    case CodeKind::kF32: return PickCast<kSource, CodeKind::kF32>(spec);
-    case CodeKind::kBF16: return PickCast<kSource, CodeKind::kBF16>(spec);
-    case CodeKind::kF16: return PickCast<kSource, CodeKind::kF16>(spec);
-    case CodeKind::kRaw: break;
-  }
-  return nullptr;
+  if (!spec.digest) return &CopyRows<kSource, kTarget, kTarget, false, true>;
+  return spec.wire == spec.source ? &CopyRows<kSource, kSource, kTarget, true, true>
+                                  : &CopyRows<kSource, kTarget, kTarget, true, true>;
 }
 
 RowKernel PickKernel(const KernelSpec& spec) {
@@ -298,11 +274,16 @@ RowKernel PickKernel(const KernelSpec& spec) {
     if (!spec.store) return PickRaw<true, false>();
     return spec.digest ? PickRaw<true, true>() : PickRaw<false, true>();
   }
+  using enum CodeKind;
+  const DType last = spec.store ? spec.target : spec.wire;
+  if (!Castable(spec.source, last)) return nullptr;
+  if (spec.store && spec.wire != spec.source && spec.wire != spec.target) return nullptr;
+  const CodeKind to = CodeKindOf(last);
   switch (CodeKindOf(spec.source)) {
-    case CodeKind::kF32: return PickWire<CodeKind::kF32>(spec);
-    case CodeKind::kBF16: return PickWire<CodeKind::kBF16>(spec);
-    case CodeKind::kF16: return PickWire<CodeKind::kF16>(spec);
-    case CodeKind::kRaw: break;
+    case kF32: return to == kBF16 ? PickCast<kF32, kBF16>(spec) : PickCast<kF32, kF16>(spec);
+    case kBF16: return to == kF32 ? PickCast<kBF16, kF32>(spec) : PickCast<kBF16, kF16>(spec);
+    case kF16: return to == kF32 ? PickCast<kF16, kF32>(spec) : PickCast<kF16, kBF16>(spec);
+    case kRaw: break;
   }
   return nullptr;
 }

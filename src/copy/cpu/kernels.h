@@ -38,7 +38,8 @@ struct KernelSpec {
   bool narrow_back = false;
 };
 
-// The kernel for this machine, or null where a cast is not defined.
+// The kernel for this machine, or null where a cast is not defined. A kernel casts once: storing
+// with a wire dtype that is neither the source's nor the target's takes two.
 [[nodiscard]] RowKernel FindRowKernel(const KernelSpec& spec);
 
 // How many of `count` consecutive fp32 values are not values of `narrow` (bf16 or fp16).

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "copy/cpu/executor.h"
+#include "copy/cpu/transpose.h"
 
 namespace bascule {
 namespace {
@@ -48,14 +49,36 @@ void CopyStrided(int64_t width, const std::byte* from, Strides from_strides, std
   }
 }
 
-// Walks the strided side's lines one after the other.
+// Between a strided and a dense tile; the strided side's lines are walked one after the other.
 void CopyTile(int64_t width, const std::byte* from, Strides from_strides, std::byte* to,
               Strides to_strides, int64_t rows, int64_t columns, bool rows_inside) {
-  if (rows_inside) {
+  if (from_strides.row == width && to_strides.column == width) {
+    TransposeTile(width, from, from_strides.column, columns, rows, to, to_strides.row);
+  } else if (from_strides.column == width && to_strides.row == width) {
+    TransposeTile(width, from, from_strides.row, rows, columns, to, to_strides.column);
+  } else if (rows_inside) {
     CopyStrided(width, from, {from_strides.column, from_strides.row}, to,
                 {to_strides.column, to_strides.row}, columns, rows);
   } else {
     CopyStrided(width, from, from_strides, to, to_strides, rows, columns);
+  }
+}
+
+// The lines of a tile lie pages apart, where no hardware prefetcher finds them.
+template <int kWrite>
+void PrefetchTile(const std::byte* at, Strides strides, int64_t width, int64_t rows,
+                  int64_t columns) {
+  const bool rows_inside = strides.row < strides.column;
+  const int64_t lines = rows_inside ? columns : rows;
+  const int64_t stride = rows_inside ? strides.column : strides.row;
+  const int64_t bytes =
+      ((rows_inside ? rows : columns) - 1) * (rows_inside ? strides.row : strides.column) + width;
+  if (bytes > kTileBytes) return;
+  for (int64_t line = 0; line < lines; ++line, at += stride) {
+    for (int64_t byte = 0; byte < bytes; byte += kLineBytes) {
+      __builtin_prefetch(at + byte, kWrite);
+    }
+    __builtin_prefetch(at + bytes - 1, kWrite);
   }
 }
 
@@ -110,14 +133,23 @@ void FindKernels(const CopyShape& shape, DType source, OpPlan* plan) {
   KernelSpec spec;
   spec.source = source;
   spec.wire = shape.wire;
-  // A landing function takes wire codes.
-  spec.target = plan->function == LandingFunction::kNone ? shape.target : shape.wire;
+  spec.target = plan->in_two ? shape.wire : shape.target;
   spec.store = plan->store;
   spec.narrow_back = plan->narrow_back;
   spec.digest = true;
   plan->digesting = FindRowKernel(spec);
+  if (!plan->store) return;
   spec.digest = false;
-  if (plan->store) plan->plain = FindRowKernel(spec);
+  plan->plain = FindRowKernel(spec);
+  spec.source = shape.wire;
+  spec.target = shape.target;
+  if (plan->in_two) plan->landing = FindRowKernel(spec);
+}
+
+// Buffers grow to the largest tile and stay.
+std::byte* Grown(std::vector<std::byte>* buffer, int64_t bytes) {
+  if (buffer->size() < static_cast<size_t>(bytes)) buffer->resize(static_cast<size_t>(bytes));
+  return buffer->data();
 }
 
 float Apply(LandingFunction function, float value) {
@@ -141,6 +173,8 @@ OpPlan PlanOf(const CopyShape& shape, RunMode mode) {
   plan.wire = shape.wire;
   plan.target = shape.target;
   if (plan.store) plan.function = shape.function;
+  plan.in_two = plan.store && (plan.function != LandingFunction::kNone ||
+                               (shape.wire != shape.source && shape.wire != shape.target));
   plan.narrow_back = mode == RunMode::kDigestTarget && shape.wire != shape.target &&
                      Holds(shape.target, shape.wire);
   CopyDims(shape, mode, &plan);
@@ -149,7 +183,7 @@ OpPlan PlanOf(const CopyShape& shape, RunMode mode) {
   plan.target_dense =
       !plan.store || plan.inner() == 1 || plan.target_strides[last] == plan.target_bytes;
   FindKernels(shape, source, &plan);
-  if (plan.source_dense && plan.target_dense && plan.function == LandingFunction::kNone) {
+  if (plan.source_dense && plan.target_dense && !plan.in_two) {
     const int64_t run_bytes = plan.inner() * std::max(plan.source_bytes, plan.target_bytes);
     plan.unit = run_bytes <= kLongRun ? plan.inner() : 4096;
   } else {
@@ -231,8 +265,7 @@ int64_t OpRunner::Prefetch(const CopyOp& op, const std::byte* source, int64_t mo
 }
 
 Sum OpRunner::Rows(const Position& at, int64_t rows, int64_t run, uint64_t tensor_key) {
-  const bool dense = plan_.source_dense && plan_.target_dense;
-  if (dense && plan_.function == LandingFunction::kNone) {
+  if (plan_.source_dense && plan_.target_dense && !plan_.in_two) {
     const size_t above = plan_.ndim - 2;
     const bool one = plan_.ndim < 2;
     RowBlock block;
@@ -250,25 +283,40 @@ Sum OpRunner::Rows(const Position& at, int64_t rows, int64_t run, uint64_t tenso
     return DenseRows(block);
   }
   Sum sum;
-  const size_t last = plan_.ndim - 1;
   for (int64_t column = 0; column < run; column += plan_.tile_columns) {
+    const int64_t columns = std::min(plan_.tile_columns, run - column);
     for (int64_t row = 0; row < rows; row += plan_.tile_rows) {
-      Position tile = at;
-      const int64_t row_stride_dim = plan_.ndim < 2 ? 0 : row;
-      const size_t above = plan_.ndim < 2 ? 0 : plan_.ndim - 2;
-      tile.source +=
-          row_stride_dim * plan_.source_strides[above] + column * plan_.source_strides[last];
-      if (plan_.store) {
-        tile.target +=
-            row_stride_dim * plan_.target_strides[above] + column * plan_.target_strides[last];
+      const int64_t next = row + plan_.tile_rows;
+      if (next < rows) {
+        PrefetchTileAt(TileAt(at, next, column), std::min(plan_.tile_rows, rows - next), columns);
       }
-      tile.first +=
-          row_stride_dim * plan_.tensor_strides[above] + column * plan_.tensor_strides[last];
-      sum += Tile(tile, std::min(plan_.tile_rows, rows - row),
-                  std::min(plan_.tile_columns, run - column), tensor_key);
+      sum +=
+          Tile(TileAt(at, row, column), std::min(plan_.tile_rows, rows - row), columns, tensor_key);
     }
   }
   return sum;
+}
+
+OpRunner::Position OpRunner::TileAt(const Position& at, int64_t row, int64_t column) const {
+  const size_t last = plan_.ndim - 1;
+  const size_t above = plan_.ndim < 2 ? last : plan_.ndim - 2;  // of one dimension, row is 0
+  Position tile = at;
+  tile.source += row * plan_.source_strides[above] + column * plan_.source_strides[last];
+  if (plan_.store) {
+    tile.target += row * plan_.target_strides[above] + column * plan_.target_strides[last];
+  }
+  tile.first += row * plan_.tensor_strides[above] + column * plan_.tensor_strides[last];
+  return tile;
+}
+
+// Only tiles of several rows come here.
+void OpRunner::PrefetchTileAt(const Position& at, int64_t rows, int64_t columns) const {
+  const size_t last = plan_.ndim - 1;
+  const Strides source{plan_.source_strides[last - 1], plan_.source_strides[last]};
+  PrefetchTile<0>(at.source, source, plan_.source_bytes, rows, columns);
+  if (!plan_.store) return;
+  const Strides target{plan_.target_strides[last - 1], plan_.target_strides[last]};
+  PrefetchTile<1>(at.target, target, plan_.target_bytes, rows, columns);
 }
 
 Sum OpRunner::DenseRows(const RowBlock& block) {
@@ -299,64 +347,64 @@ Sum OpRunner::DenseRows(const RowBlock& block) {
 
 Sum OpRunner::Tile(const Position& at, int64_t rows, int64_t run, uint64_t tensor_key) {
   const size_t last = plan_.ndim - 1;
-  const size_t above = plan_.ndim < 2 ? 0 : plan_.ndim - 2;
-  const size_t count = static_cast<size_t>(rows * run);
-  const Strides source_strides{plan_.source_strides[above], plan_.source_strides[last]};
-  const Strides target_strides{plan_.target_strides[above], plan_.target_strides[last]};
-  const bool landing = plan_.function != LandingFunction::kNone;
-
+  const size_t above = plan_.ndim < 2 ? last : plan_.ndim - 2;
   RowBlock block;
   block.source = at.source;
-  block.source_stride = source_strides.row;
+  block.source_stride = plan_.source_strides[above];
   block.target = at.target;
-  block.target_stride = target_strides.row;
+  block.target_stride = plan_.target_strides[above];
   block.tensor_stride = plan_.tensor_strides[above];
   block.rows = rows;
   block.run = run;
   block.element_bytes = plan_.source_bytes;
   block.first = at.first;
   block.tensor_key = tensor_key;
+  if (!plan_.source_dense) Gather(&block);
+  if (plan_.target_dense) return plan_.in_two ? InTwo(block) : DenseRows(block);
 
-  if (!plan_.source_dense) {
-    gathered_.resize(std::max(gathered_.size(), count * static_cast<size_t>(plan_.source_bytes)));
-    const Strides dense{run * plan_.source_bytes, plan_.source_bytes};
-    CopyTile(plan_.source_bytes, at.source, source_strides, gathered_.data(), dense, rows, run,
-             rows > 1 && source_strides.row < source_strides.column);
-    block.source = gathered_.data();
-    block.source_stride = dense.row;
-  }
-  const Strides dense_target{run * plan_.target_bytes, plan_.target_bytes};
-  const bool scatter = !plan_.target_dense;
-  if (scatter) {
-    scattered_.resize(std::max(scattered_.size(), count * static_cast<size_t>(plan_.target_bytes)));
-    block.target = scattered_.data();
-    block.target_stride = dense_target.row;
-  }
-  if (!landing) {
-    const Sum sum = DenseRows(block);
-    if (scatter) {
-      CopyTile(plan_.target_bytes, scattered_.data(), dense_target, at.target, target_strides, rows,
-               run, rows > 1 && target_strides.row < target_strides.column);
-    }
+  const Strides dense{run * plan_.target_bytes, plan_.target_bytes};
+  const Strides strided{plan_.target_strides[above], plan_.target_strides[last]};
+  block.target = Grown(&scattered_, rows * dense.row);
+  block.target_stride = dense.row;
+  const Sum sum = plan_.in_two ? InTwo(block) : DenseRows(block);
+  CopyTile(plan_.target_bytes, block.target, dense, at.target, strided, rows, run,
+           rows > 1 && strided.row < strided.column);
+  return sum;
+}
+
+void OpRunner::Gather(RowBlock* block) {
+  const size_t last = plan_.ndim - 1;
+  const Strides strided{block->source_stride, plan_.source_strides[last]};
+  const Strides dense{block->run * plan_.source_bytes, plan_.source_bytes};
+  std::byte* const gathered = Grown(&gathered_, block->rows * dense.row);
+  CopyTile(plan_.source_bytes, block->source, strided, gathered, dense, block->rows, block->run,
+           block->rows > 1 && strided.row < strided.column);
+  block->source = gathered;
+  block->source_stride = dense.row;
+}
+
+Sum OpRunner::InTwo(const RowBlock& block) {
+  RowBlock to_wire = block;
+  to_wire.target_stride = block.run * plan_.wire_bytes;
+  to_wire.target = Grown(&wire_, block.rows * to_wire.target_stride);
+  const Sum sum = DenseRows(to_wire);
+
+  RowBlock from_wire = block;
+  from_wire.source = to_wire.target;
+  from_wire.source_stride = to_wire.target_stride;
+  from_wire.element_bytes = plan_.wire_bytes;
+  if (plan_.function == LandingFunction::kNone) {
+    plan_.landing(from_wire);
     return sum;
   }
-  std::byte* const landed = block.target;
-  const int64_t landed_stride = block.target_stride;
-  wire_.resize(std::max(wire_.size(), count * static_cast<size_t>(plan_.wire_bytes)));
-  block.target = wire_.data();
-  block.target_stride = run * plan_.wire_bytes;
-  const Sum sum = DenseRows(block);
-  for (int64_t row = 0; row < rows; ++row) {
-    Land(wire_.data() + row * block.target_stride, landed + row * landed_stride, run);
-  }
-  if (scatter) {
-    CopyTile(plan_.target_bytes, scattered_.data(), dense_target, at.target, target_strides, rows,
-             run, rows > 1 && target_strides.row < target_strides.column);
+  for (int64_t row = 0; row < block.rows; ++row) {
+    LandRow(from_wire.source + row * from_wire.source_stride,
+            block.target + row * block.target_stride, block.run);
   }
   return sum;
 }
 
-void OpRunner::Land(const std::byte* wire, std::byte* target, int64_t count) const {
+void OpRunner::LandRow(const std::byte* wire, std::byte* target, int64_t count) const {
   const size_t wire_bytes = static_cast<size_t>(plan_.wire_bytes);
   const size_t target_bytes = static_cast<size_t>(plan_.target_bytes);
   for (int64_t i = 0; i < count; ++i, wire += wire_bytes, target += target_bytes) {

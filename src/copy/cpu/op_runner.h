@@ -36,6 +36,7 @@ struct OpPlan {
   DType wire = DType::kF32;
   DType target = DType::kF32;
   LandingFunction function = LandingFunction::kNone;
+  bool in_two = false;        // wire codes are made first, then landed: a function, or two casts
   bool source_dense = false;  // runs are consecutive in memory
   bool target_dense = false;
   bool narrow_back = false;
@@ -44,7 +45,8 @@ struct OpPlan {
   int64_t tile_columns = 1;
   int64_t unit = 1;  // elements that a range should be a multiple of
   RowKernel digesting = nullptr;
-  RowKernel plain = nullptr;  // null where nothing is stored
+  RowKernel plain = nullptr;    // null where nothing is stored
+  RowKernel landing = nullptr;  // from wire codes, where there are two casts
   int64_t inner() const { return extents[ndim - 1]; }
 };
 
@@ -74,8 +76,12 @@ class OpRunner {
                             int64_t row, int64_t column, int64_t* rows_left) const;
   [[nodiscard]] Sum Rows(const Position& at, int64_t rows, int64_t run, uint64_t tensor_key);
   [[nodiscard]] Sum DenseRows(const RowBlock& block);
+  [[nodiscard]] Position TileAt(const Position& at, int64_t row, int64_t column) const;
+  void PrefetchTileAt(const Position& at, int64_t rows, int64_t columns) const;
   [[nodiscard]] Sum Tile(const Position& at, int64_t rows, int64_t run, uint64_t tensor_key);
-  void Land(const std::byte* wire, std::byte* target, int64_t count) const;
+  void Gather(RowBlock* block);
+  [[nodiscard]] Sum InTwo(const RowBlock& block);
+  void LandRow(const std::byte* wire, std::byte* target, int64_t count) const;
 
   const CopyProgram& program_;
   const RunMode mode_;
@@ -84,7 +90,7 @@ class OpRunner {
   uint32_t planned_ = kNoSum;
   OpPlan plan_;
   std::vector<std::byte> gathered_;   // a tile in the source's dtype
-  std::vector<std::byte> wire_;       // ... in wire codes, before a landing function
+  std::vector<std::byte> wire_;       // ... in wire codes, where in_two
   std::vector<std::byte> scattered_;  // ... in the target's dtype
 };
 
