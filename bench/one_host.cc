@@ -326,9 +326,11 @@ void Process::Collect(int round) {
                                             shared_->landing + kProcesses)) / 1e9;
   shared_->digest_seconds[round - 1] =
       static_cast<double>(*std::max_element(shared_->digest, shared_->digest + kTrainers)) / 1e9;
-  shared_->ewtt[round - 1] = shared_->seconds[kPublish][round - 1] +
-                             shared_->seconds[kStage][round - 1] +
-                             shared_->seconds[kCommit][round - 1];
+  // From the first publish start to the last commit end, waits between the phases included.
+  const int64_t first = *std::min_element(shared_->start[kPublish], shared_->start[kPublish] + kTrainers);
+  const int64_t last = *std::max_element(shared_->end[kCommit] + kTrainers,
+                                         shared_->end[kCommit] + kProcesses);
+  shared_->ewtt[round - 1] = static_cast<double>(last - first) / 1e9;
 }
 
 Shared* MakeShared() {

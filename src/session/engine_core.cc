@@ -351,7 +351,6 @@ void DeciderCore::Serving(uint32_t rank, uint64_t incarnation, VersionId id) {
   if (it != ranks_.end() && it->second.incarnation == incarnation) it->second.serving = id;
 }
 
-// Forgets the oldest decided updates beyond 64; undecided ones beyond that are aborted first.
 // Forgets all but the last 64 updates (their commits stay known).
 void DeciderCore::Trim() {
   while (updates_.size() > kAnswersKept) {

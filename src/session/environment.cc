@@ -23,6 +23,17 @@ Status CheckEnvironment() {
   return Status::Ok();
 }
 
+Status CheckHostMemory(const Layout& layout) {
+  for (const Buffer& buffer : layout.buffers) {
+    if (buffer.kind != MemoryKind::kDevice) continue;
+    return Status(Code::kUnimplemented,
+                  fmt::format("buffer {} is device memory, and this build has no CUDA; give CPU "
+                              "tensors",
+                              buffer.name));
+  }
+  return Status::Ok();
+}
+
 Result<std::shared_ptr<const WorldTemplate>> WorldOf(const Layout& layout) {
   if (layout.world) {
     BASCULE_RETURN_IF_ERROR(CheckAgainstTemplate(layout, *layout.world, layout.coordinates));

@@ -13,6 +13,9 @@ namespace bascule {
 // service of that name): a mistyped setting must not be ignored in silence.
 [[nodiscard]] Status CheckEnvironment();
 
+// Every buffer is CPU memory: this build has no CUDA.
+[[nodiscard]] Status CheckHostMemory(const Layout& layout);
+
 // The layout's template: the declared one (checked against its boxes), or one made of its boxes.
 [[nodiscard]] Result<std::shared_ptr<const WorldTemplate>> WorldOf(const Layout& layout);
 

@@ -216,8 +216,16 @@ Status Lander::OpenSource(Source* source, VersionId id, Deadline deadline) {
         .WithPeer(MemberName(info));
   }
   source->regions.clear();
+  // Memory of earlier layouts is let go once there is more of it than two versions need.
+  if (source->mapped.size() > 4 * source->open.regions.size() + 4) source->mapped.clear();
   for (const std::string& blob : source->open.regions) {
+    auto known = source->mapped.find(blob);
+    if (known != source->mapped.end()) {
+      source->regions.push_back(known->second);
+      continue;
+    }
     BASCULE_ASSIGN_OR_RETURN(auto region, source->peer->Import(blob, deadline));
+    source->mapped[blob] = region;
     if (region->data() == nullptr) {
       return Status(Code::kUnimplemented, "the transport gives no address for the arena")
           .WithPeer(MemberName(info));

@@ -91,6 +91,9 @@ class Lander {
     OpenReply open;                // of the version being landed
     std::shared_ptr<ImportedRegion> header;
     std::vector<std::shared_ptr<ImportedRegion>> regions;
+    // Every slot's memory stays mapped from version to version: mapping it anew costs a page fault a
+    // page. By blob.
+    std::map<std::string, std::shared_ptr<ImportedRegion>> mapped;
   };
   // Everything that versions under one membership share.
   struct LandingPlan {

@@ -208,6 +208,13 @@ class UpdateImpl final : public Update {
   [[nodiscard]] Status FinishEarlier(const UpdateKey& key, Deadline deadline);
   [[nodiscard]] Status SwitchTo(const UpdateKey& key, Deadline deadline);
   [[nodiscard]] Status RunHook(VersionId id);
+  // This update was committed on this rank already.
+  [[nodiscard]] bool Served(const UpdateKey& key) const {
+    return shared_->channel->WithCore([&key](RankCore& core) {
+      return core.key() == key && core.state() == ReceiverState::kIdle &&
+             core.serving() == key.id;
+    });
+  }
   void ReportLanding();
   void FinishReport(int64_t commit_start, int64_t stall_start);
   void StartRotation(const UpdateKey& key);
@@ -318,13 +325,16 @@ Result<bool> UpdateImpl::Ready(Deadline deadline) {
 Status UpdateImpl::Decide(Deadline deadline) {
   BASCULE_RETURN_IF_ERROR(shared_->Usable());
   BASCULE_ASSIGN_OR_RETURN(UpdateKey key, Key(deadline));
-  // A rank that is still landing keeps the engine waiting, at most to the deadline.
-  if (!shared_->channel->WaitCore(
-          [&](const RankCore& core) { return core.state() != ReceiverState::kStaging; }, deadline)) {
-    (void)shared_->channel->Abort(key, shared_->name + " had not landed by the deadline",
-                                  Deadline::In(milliseconds(200)));
+  if (Served(key)) return Status::Ok();
+  // A rank that is still landing keeps the engine waiting, at most to the deadline. One that gives
+  // up before it voted makes a commit impossible: abort is recorded with its "no", or for want of
+  // its vote.
+  const bool ended = shared_->channel->WaitCore(
+      [&](const RankCore& core) { return core.state() != ReceiverState::kStaging; }, deadline);
+  if (!ended && shared_->channel->WithCore([&](RankCore& core) { return core.GiveUp(key); })) {
     shared_->CancelStaging();
-    shared_->channel->WithCore([&](RankCore& core) { return core.GiveUp(key); });
+    (void)shared_->channel->Vote(key, false, shared_->name + " had not landed by the deadline",
+                                 Deadline::In(milliseconds(200)));
     return Tag(Status(Code::kNotDecided, "this rank had not landed the version by the deadline; the "
                                          "update was aborted; stage it again"));
   }
@@ -356,6 +366,7 @@ Status UpdateImpl::Commit(Deadline deadline) {
   BASCULE_ASSIGN_OR_RETURN(UpdateKey key, Key(deadline));
   const int64_t stall_start = NowNs();
   BASCULE_RETURN_IF_ERROR(Decide(deadline));
+  if (Served(key)) return Status::Ok();
   bool nothing = false;
   BASCULE_RETURN_IF_ERROR(Tag(shared_->channel->WithCore(
       [&](RankCore& core) { return core.BeginCommit(key, &nothing); })));
@@ -545,6 +556,7 @@ Status ReceiverImpl::Audit(Deadline deadline) {
 Status ReceiverImpl::UpdateLayout(const Layout& layout, Deadline deadline) {
   BASCULE_RETURN_IF_ERROR(shared_->Usable());
   BASCULE_RETURN_IF_ERROR(ValidateLayout(layout, Side::kDestination));
+  BASCULE_RETURN_IF_ERROR(CheckHostMemory(layout));
   BASCULE_RETURN_IF_ERROR(CheckDestinationCoverage(layout));
   BASCULE_ASSIGN_OR_RETURN(auto world, WorldOf(layout));
   UpdateKey key;
@@ -658,6 +670,7 @@ Result<std::unique_ptr<WeightReceiver>> WeightReceiver::Connect(const JobOptions
         .WithRank(static_cast<int>(options.rank));
   }
   BASCULE_RETURN_IF_ERROR(ValidateLayout(layout, Side::kDestination));
+  BASCULE_RETURN_IF_ERROR(CheckHostMemory(layout));
   BASCULE_RETURN_IF_ERROR(CheckDestinationCoverage(layout));
   BASCULE_ASSIGN_OR_RETURN(auto world, WorldOf(layout));
   auto shared = std::make_shared<ReceiverShared>();

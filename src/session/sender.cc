@@ -38,9 +38,11 @@ struct SenderState {
   mutable std::mutex mutex;
   std::map<VersionId, HeldVersion> versions;  // held, and recently told
   std::map<VersionId, std::string> reasons;   // why aborted or retired
+  std::vector<VersionId> unreported;          // held, but the coordinator could not be told yet
   Status gone;                                // why this incarnation is no member any more
   uint64_t prepared_epoch = 0;
   std::atomic<bool> publishing{false};
+  std::atomic<bool> connected{false};  // `agent` is set
   std::atomic<bool> complete{false};  // all ranks of the term had joined
 
   [[nodiscard]] Status Usable() const {
@@ -67,6 +69,38 @@ struct SenderState {
       reasons.erase(versions.begin()->first);
       versions.erase(versions.begin());
     }
+  }
+
+  // Tells the coordinator of what it could not be told when it was published. On the agent's thread.
+  void ReportAgain() {
+    std::vector<HeldVersion> pending;
+    {
+      std::lock_guard lock(mutex);
+      for (VersionId id : unreported) pending.push_back(versions[id]);
+    }
+    const auto held = service->Held();
+    for (const HeldVersion& version : pending) {
+      if (std::find(held.begin(), held.end(), version.id) != held.end()) {
+        auto reply = agent->directory().Held(Request(version), Deadline::In(kReportPatience));
+        if (!reply.ok() && IsAway(reply.status())) return;
+        if (reply.ok()) Told(version.id, reply->state, reply->reason);
+      }
+      std::lock_guard lock(mutex);
+      std::erase(unreported, version.id);
+    }
+  }
+
+  [[nodiscard]] HeldRequest Request(const HeldVersion& held) const {
+    HeldRequest request;
+    request.token = agent->token();
+    request.incarnation = agent->incarnation();
+    request.held = held;
+    request.deadline_ns = held.deadline_ns;
+    return request;
+  }
+  // The coordinator could not be asked; it may be back later.
+  static bool IsAway(const Status& status) {
+    return status.code() == Code::kUnavailable || status.code() == Code::kDeadlineExceeded;
   }
 
   [[nodiscard]] MemberState State() const {
@@ -181,7 +215,8 @@ class SenderImpl final : public WeightSender {
   }
 
  private:
-  [[nodiscard]] Status Report_(const HeldVersion& held, Deadline deadline);
+  [[nodiscard]] Status PrepareEpoch(Deadline deadline);
+  [[nodiscard]] Status ReportHeld(const HeldVersion& held, Deadline deadline);
   std::shared_ptr<SenderState> state_;
 };
 
@@ -201,6 +236,25 @@ class Exclusive {
   bool taken_;
 };
 
+// Waits until every rank of the world has joined once; after that only looks, briefly, whether new
+// engines joined: a coordinator that is away does not stop a trainer.
+Status SenderImpl::PrepareEpoch(Deadline deadline) {
+  Agent& agent = *state_->agent;
+  if (state_->complete && state_->prepared_epoch == agent.epoch()) return Status::Ok();
+  const Deadline patience =
+      state_->complete ? deadline.Earlier(Deadline::In(kReportPatience)) : deadline;
+  auto complete = agent.directory().WaitComplete(agent.incarnation(), patience);
+  if (!complete.ok()) {
+    const bool go_on = state_->complete && SenderState::IsAway(complete.status());
+    return go_on ? Status::Ok() : complete.status();
+  }
+  state_->complete = true;
+  if (state_->prepared_epoch == complete->epoch) return Status::Ok();
+  BASCULE_RETURN_IF_ERROR(state_->service->PrepareFor(*complete, deadline));
+  state_->prepared_epoch = complete->epoch;
+  return Status::Ok();
+}
+
 Result<std::shared_ptr<Publication>> SenderImpl::Publish(uint64_t version, Deadline deadline) {
   BASCULE_RETURN_IF_ERROR(state_->Usable());
   Exclusive exclusive(&state_->publishing);
@@ -208,14 +262,7 @@ Result<std::shared_ptr<Publication>> SenderImpl::Publish(uint64_t version, Deadl
   Agent& agent = *state_->agent;
   const VersionId id{agent.term(), version};
   const int64_t start = WallNs();
-  // Waits only until every rank of the world has joined once.
-  auto complete = agent.directory().WaitComplete(agent.incarnation(), deadline);
-  if (!complete.ok() && complete.status().code() != Code::kUnavailable) return complete.status();
-  if (complete.ok()) state_->complete = true;
-  if (complete.ok() && state_->prepared_epoch != complete->epoch) {
-    BASCULE_RETURN_IF_ERROR(state_->service->PrepareFor(*complete, deadline));
-    state_->prepared_epoch = complete->epoch;
-  }
+  BASCULE_RETURN_IF_ERROR(PrepareEpoch(deadline));
 
   auto revoked = [this, &agent](VersionId old) {
     // Best effort: safety is the generation's, this only keeps Poll from offering the version.
@@ -234,7 +281,7 @@ Result<std::shared_ptr<Publication>> SenderImpl::Publish(uint64_t version, Deadl
     std::lock_guard lock(state_->mutex);
     state_->versions[id] = held;
   }
-  Status reported = Report_(held, deadline);
+  Status reported = ReportHeld(held, deadline);
   if (!reported.ok()) {
     (void)state_->service->Release(id, Deadline::In(milliseconds(100)));
     return reported;
@@ -252,25 +299,21 @@ Result<std::shared_ptr<Publication>> SenderImpl::Publish(uint64_t version, Deadl
 }
 
 // Tells the coordinator. Where it is away, the heartbeat tells it later: the trainer goes on.
-Status SenderImpl::Report_(const HeldVersion& held, Deadline deadline) {
+Status SenderImpl::ReportHeld(const HeldVersion& held, Deadline deadline) {
   Agent& agent = *state_->agent;
-  HeldRequest request;
-  request.token = agent.token();
-  request.incarnation = agent.incarnation();
-  request.held = held;
-  request.deadline_ns = held.deadline_ns;
-  auto reply =
-      agent.directory().Held(request, deadline.Earlier(Deadline::In(kReportPatience)));
+  auto reply = agent.directory().Held(state_->Request(held),
+                                      deadline.Earlier(Deadline::In(kReportPatience)));
   if (reply.ok()) {
     state_->Told(held.id, reply->state, reply->reason);
     return Status::Ok();
   }
-  if (reply.status().code() == Code::kUnavailable ||
-      reply.status().code() == Code::kDeadlineExceeded) {
-    agent.BeatSoon();
-    return Status::Ok();
+  if (!SenderState::IsAway(reply.status())) return reply.status();
+  {
+    std::lock_guard lock(state_->mutex);
+    state_->unreported.push_back(held.id);
   }
-  return reply.status();
+  agent.BeatSoon();
+  return Status::Ok();
 }
 
 Status SenderImpl::UpdateLayout(const Layout& layout, Deadline deadline) {
@@ -280,6 +323,7 @@ Status SenderImpl::UpdateLayout(const Layout& layout, Deadline deadline) {
     return Status(Code::kBusy, "a publication is in progress; update the layout after it");
   }
   BASCULE_RETURN_IF_ERROR(ValidateLayout(layout));
+  BASCULE_RETURN_IF_ERROR(CheckHostMemory(layout));
   BASCULE_ASSIGN_OR_RETURN(auto world, WorldOf(layout));
   const uint64_t serial = state_->agent->member().layout_serial + 1;
   BASCULE_RETURN_IF_ERROR(state_->service->SetLayout(layout, world, layout.coordinates, serial,
@@ -325,6 +369,7 @@ Result<std::unique_ptr<WeightSender>> WeightSender::Connect(const JobOptions& jo
     return Status(Code::kInvalidArgument, "versions_held and threads must be at least 1");
   }
   BASCULE_RETURN_IF_ERROR(ValidateLayout(layout));
+  BASCULE_RETURN_IF_ERROR(CheckHostMemory(layout));
   BASCULE_ASSIGN_OR_RETURN(auto world, WorldOf(layout));
   BASCULE_ASSIGN_OR_RETURN(bool direct, WantsDirect(options, layout));
 
@@ -359,14 +404,16 @@ Result<std::unique_ptr<WeightSender>> WeightSender::Connect(const JobOptions& jo
   agent.state = [raw] { return raw->State(); };
   agent.on_beat = [raw](const HeartbeatReply& reply) {
     for (const auto& [id, version] : reply.versions) raw->Told(id, version, "");
+    if (raw->connected) raw->ReportAgain();
   };
-  agent.on_gone = [raw](Status why) {
+  agent.on_gone = [raw](const Status& why) {
     std::lock_guard lock(raw->mutex);
-    raw->gone = std::move(why);
+    raw->gone = Status(Code::kStaleTerm, why.message()).WithRank(static_cast<int>(raw->options.rank));
   };
   BASCULE_ASSIGN_OR_RETURN(auto started, Agent::Start(std::move(agent), deadline));
   state->service->SetViews(&started->views());
   state->agent = std::move(started);
+  state->connected = true;
   return std::unique_ptr<WeightSender>(std::make_unique<SenderImpl>(std::move(state)));
 }
 

@@ -286,10 +286,12 @@ Result<SourceService::Filled> SourceService::Fill(
       revoked(begin.revoked);
       lock.lock();
       Drain(&lock, begin.slot, deadline);
-      core_.EndRevoke(begin.slot);
     } else {
       changed_.wait_for(lock, kLeaseGrace);
     }
+    // A slot is only written once no answer is computed from it any more.
+    const bool revoking = core_.slots()[begin.slot].state == SlotState::kRevoking;
+    if (revoking && slots_[begin.slot].serving == 0) core_.EndRevoke(begin.slot);
   }
 
   Filled filled;
@@ -406,8 +408,9 @@ Status SourceService::Release(VersionId id, Deadline deadline) {
   uint32_t slot = 0;
   if (!core_.BeginRevoke(id, &slot)) return Status::Ok();
   SetGeneration(slot);
+  // Answers that are being computed notice and end within a slice.
   Drain(&lock, slot, Deadline::In(std::chrono::seconds(1)).Earlier(deadline));
-  core_.EndRevoke(slot);
+  if (slots_[slot].serving == 0) core_.EndRevoke(slot);  // else the next publication ends it
   changed_.notify_all();
   return Status::Ok();
 }
@@ -558,6 +561,17 @@ Result<std::vector<Sum>> SourceService::DigestChunks(const SlotData& slot, const
       }
     }
     return sums;
+  }
+  // These sums are made from the arena, so it must still be what was snapshotted.
+  std::vector<bool> seen(prepared.world->names.size());
+  for (const WantedBox& want : wanted) {
+    if (seen[want.tensor]) continue;
+    seen[want.tensor] = true;
+    if (cancelled() || ArenaIntact(slot, want.tensor)) continue;
+    return Status(Code::kDataLoss, "the arena no longer holds what was snapshotted; memory of this "
+                                   "source is faulty; publish a newer version")
+        .WithPeer(options_.name)
+        .WithTensor(prepared.world->names[want.tensor]);
   }
   BASCULE_ASSIGN_OR_RETURN(
       CopyProgram program,
