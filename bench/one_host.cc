@@ -1,6 +1,6 @@
 // One host: real trainer and rollout processes, Qwen3-8B shapes (fewer layers, so that it fits),
-// 4 FSDP ranks -> 2 engines of TP 2. Each phase beside memcpy by as many processes between memory of
-// the same kind (memfd pages, transparent huge pages), measured in the same run, in turns.
+// 4 FSDP ranks -> 2 engines of TP 2. Each phase beside memcpy by as many processes between memory
+// of the same kind (memfd pages, transparent huge pages), measured in the same run, in turns.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <pthread.h>
@@ -88,9 +88,9 @@ LogicalTensor Tensor(const std::string& name, std::vector<int64_t> shape) {
 
 // Checkpoint tensors of one layer, as a trainer shards them: by rows.
 std::vector<LogicalTensor> Checkpoint(const Options& options) {
-  std::vector<LogicalTensor> tensors = {Tensor("model.embed_tokens.weight", {options.vocabulary, 4096}),
-                                        Tensor("lm_head.weight", {options.vocabulary, 4096}),
-                                        Tensor("model.norm.weight", {4096})};
+  std::vector<LogicalTensor> tensors = {
+      Tensor("model.embed_tokens.weight", {options.vocabulary, 4096}),
+      Tensor("lm_head.weight", {options.vocabulary, 4096}), Tensor("model.norm.weight", {4096})};
   for (int i = 0; i < options.layers; ++i) {
     const std::string layer = fmt::format("model.layers.{}.", i);
     tensors.push_back(Tensor(layer + "self_attn.q_proj.weight", {4096, 4096}));
@@ -108,7 +108,8 @@ std::vector<LogicalTensor> Checkpoint(const Options& options) {
   return tensors;
 }
 
-// How an engine of tensor parallelism holds them: fused QKV and gate_up, the rest by rows or columns.
+// How an engine of tensor parallelism holds them: fused QKV and gate_up, the rest by rows or
+// columns.
 std::vector<Block> EngineBlocks(const Options& options) {
   const Placements rows = {{"tp", Shard(0)}};
   const Placements columns = {{"tp", Shard(1)}};
@@ -167,9 +168,7 @@ class Process {
   Process(const Options& options, const Setting& setting, Shared* shared, uint32_t index)
       : options_(options), setting_(setting), shared_(shared), index_(index) {}
 
-  Status Run() {
-    return index_ < kTrainers ? RunTrainer() : RunRollout();
-  }
+  Status Run() { return index_ < kTrainers ? RunTrainer() : RunRollout(); }
 
  private:
   void Meet() { pthread_barrier_wait(&shared_->barrier); }
@@ -227,7 +226,8 @@ Status Process::RunTrainer() {
   if (index_ != 0) Meet();
   BASCULE_ASSIGN_OR_RETURN(auto sender, WeightSender::Connect(Job(), trainer, layout, Soon()));
   if (index_ == 0) {
-    std::strncpy(shared_->coordinator, sender->coordinator().c_str(), sizeof(shared_->coordinator) - 1);
+    std::strncpy(shared_->coordinator, sender->coordinator().c_str(),
+                 sizeof(shared_->coordinator) - 1);
     Meet();
   }
   Meet();  // everybody is connected
@@ -322,20 +322,22 @@ void Process::Collect(int round) {
     shared_->seconds[phase][round - 1] = span(phase, kTrainers, kProcesses);
   }
   shared_->landing_seconds[round - 1] =
-      static_cast<double>(*std::max_element(shared_->landing + kTrainers,
-                                            shared_->landing + kProcesses)) / 1e9;
+      static_cast<double>(
+          *std::max_element(shared_->landing + kTrainers, shared_->landing + kProcesses)) /
+      1e9;
   shared_->digest_seconds[round - 1] =
       static_cast<double>(*std::max_element(shared_->digest, shared_->digest + kTrainers)) / 1e9;
   // From the first publish start to the last commit end, waits between the phases included.
-  const int64_t first = *std::min_element(shared_->start[kPublish], shared_->start[kPublish] + kTrainers);
-  const int64_t last = *std::max_element(shared_->end[kCommit] + kTrainers,
-                                         shared_->end[kCommit] + kProcesses);
+  const int64_t first =
+      *std::min_element(shared_->start[kPublish], shared_->start[kPublish] + kTrainers);
+  const int64_t last =
+      *std::max_element(shared_->end[kCommit] + kTrainers, shared_->end[kCommit] + kProcesses);
   shared_->ewtt[round - 1] = static_cast<double>(last - first) / 1e9;
 }
 
 Shared* MakeShared() {
-  void* memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
-                      -1, 0);
+  void* memory =
+      mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return nullptr;
   auto* shared = new (memory) Shared();
   pthread_barrierattr_t attributes;
@@ -387,8 +389,11 @@ void AddRows(const Options& options, const Setting& setting, const Shared& share
   }
   const double landed = static_cast<double>(model) * kEngines;
   const double published = static_cast<double>(unique);
-  auto rate = [n](double bytes, const double* seconds) { return bytes / MedianOf(seconds, n) / 1e9; };
-  auto add = [&](const std::string& name, double value, double against, std::optional<double> target) {
+  auto rate = [n](double bytes, const double* seconds) {
+    return bytes / MedianOf(seconds, n) / 1e9;
+  };
+  auto add = [&](const std::string& name, double value, double against,
+                 std::optional<double> target) {
     report->Add({"one_host", setting.name + ": " + name, value, "GB/s", "memcpy", against, target});
   };
   const double publish_copy = rate(published, shared.seconds[kPublishCopy]);

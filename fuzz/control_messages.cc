@@ -54,8 +54,7 @@ void Feed(CoordinatorCore& core, uint8_t method, std::string_view bytes, Coordin
       (void)Parse<PollReply>(bytes);
       (void)Parse<bool>(bytes);
       return;
-    default:
-      break;
+    default: break;
   }
   const auto query = Parse<ControlQuery>(bytes);
   if (!query) return;

@@ -34,12 +34,12 @@ struct VersionId {
 };
 
 struct JobOptions {
-  std::string name;         // of the job; ranks of another job are refused
-  std::string coordinator;  // "host:port", or kHostHere
-  std::string token;        // shared secret of the job; may be empty only on one host
+  std::string name;                    // of the job; ranks of another job are refused
+  std::string coordinator;             // "host:port", or kHostHere
+  std::string token;                   // shared secret of the job; may be empty only on one host
   std::string listen = "127.0.0.1:0";  // for kHostHere and the engine channel; port 0: any
   std::chrono::milliseconds heartbeat{500};  // interval; a rank silent for 6 of them is gone
-  std::string socket_directory;  // shm sockets: empty = abstract names
+  std::string socket_directory;              // shm sockets: empty = abstract names
 };
 
 // Where published weights lie while peers read them.
@@ -51,9 +51,9 @@ struct TrainerOptions {
   uint32_t rank = 0;
   uint32_t world_size = 1;
   ArenaMode arena = ArenaMode::kAuto;
-  int threads = 1;            // copy threads of this rank
-  uint32_t versions_held = 2; // arenas kept; 1 or more
-  bool digest = true;         // false only to measure its cost: nothing is proved then
+  int threads = 1;             // copy threads of this rank
+  uint32_t versions_held = 2;  // arenas kept; 1 or more
+  bool digest = true;          // false only to measure its cost: nothing is proved then
 };
 
 struct RolloutOptions {
@@ -71,9 +71,9 @@ struct Phases {
   int64_t stage = 0;    // landing
   int64_t verify = 0;   // checks outside of the landing pass
   int64_t decide = 0;
-  int64_t commit = 0;   // switch to it
+  int64_t commit = 0;  // switch to it
   int64_t audit = 0;
-  int64_t stall = 0;    // time in which this rank could neither train nor generate
+  int64_t stall = 0;  // time in which this rank could neither train nor generate
 };
 
 struct LinkReport {
@@ -86,14 +86,14 @@ struct LinkReport {
 struct Report {
   VersionId id;
   Phases phases;
-  uint64_t bytes = 0;              // moved by this rank, wire dtypes
-  int64_t publish_start_ns = 0;    // wall clock (CLOCK_REALTIME) of the earliest publish
-  int64_t commit_end_ns = 0;       // wall clock of this rank's commit end
-  int64_t ewtt_ns = 0;             // commit_end - publish_start; clocks of one host agree
-  int64_t bound_ns = 0;            // 0 where rates are unknown
+  uint64_t bytes = 0;            // moved by this rank, wire dtypes
+  int64_t publish_start_ns = 0;  // wall clock (CLOCK_REALTIME) of the earliest publish
+  int64_t commit_end_ns = 0;     // wall clock of this rank's commit end
+  int64_t ewtt_ns = 0;           // commit_end - publish_start; clocks of one host agree
+  int64_t bound_ns = 0;          // 0 where rates are unknown
   std::vector<LinkReport> links;
-  bool audited = false;            // the whole rank was audited against the trainers' layouts
-  uint64_t peak_extra_bytes = 0;   // beyond the framework's own memory
+  bool audited = false;           // the whole rank was audited against the trainers' layouts
+  uint64_t peak_extra_bytes = 0;  // beyond the framework's own memory
 };
 
 enum class PublicationState : uint8_t { kOpen, kAvailable, kAborted, kRetired, kUnknown };
@@ -142,7 +142,7 @@ class WeightSender {
 enum class ReceiverState : uint8_t {
   kIdle,
   kStaging,
-  kReady,     // shadow none: planned and connected; stands for VERIFIED in the decision
+  kReady,  // shadow none: planned and connected; stands for VERIFIED in the decision
   kVerified,
   kInDoubt,
   kDecided,

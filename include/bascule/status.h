@@ -54,9 +54,18 @@ class [[nodiscard]] Status {
   // The logical tensor, or empty.
   [[nodiscard]] const std::string& tensor() const { return tensor_; }
 
-  Status&& WithRank(int rank) && { rank_ = rank; return std::move(*this); }
-  Status&& WithPeer(std::string peer) && { peer_ = std::move(peer); return std::move(*this); }
-  Status&& WithTensor(std::string tensor) && { tensor_ = std::move(tensor); return std::move(*this); }
+  Status&& WithRank(int rank) && {
+    rank_ = rank;
+    return std::move(*this);
+  }
+  Status&& WithPeer(std::string peer) && {
+    peer_ = std::move(peer);
+    return std::move(*this);
+  }
+  Status&& WithTensor(std::string tensor) && {
+    tensor_ = std::move(tensor);
+    return std::move(*this);
+  }
 
   // "CODE: message [rank 3, peer trainer 1, tensor model.norm.weight]".
   [[nodiscard]] std::string ToString() const;
@@ -69,12 +78,13 @@ class [[nodiscard]] Status {
   std::string tensor_;
 };
 
-// A value or the Status that explains its absence. Result<T> of an OK Status is a programming error.
+// A value or the Status that explains its absence. Result<T> of an OK Status is a programming
+// error.
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : value_(std::move(value)) {}                  // NOLINT(google-explicit-constructor)
-  Result(Status status) : value_(std::move(status)) {}           // NOLINT(google-explicit-constructor)
+  Result(T value) : value_(std::move(value)) {}         // NOLINT(google-explicit-constructor)
+  Result(Status status) : value_(std::move(status)) {}  // NOLINT(google-explicit-constructor)
   [[nodiscard]] bool ok() const { return std::holds_alternative<T>(value_); }
   [[nodiscard]] Status status() const { return ok() ? Status() : std::get<Status>(value_); }
   [[nodiscard]] T& value() & { return std::get<T>(value_); }

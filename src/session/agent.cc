@@ -124,7 +124,8 @@ void Agent::BeatSoon() {
 void Agent::Loop() {
   std::unique_lock lock(mutex_);
   while (!stop_) {
-    wake_.wait_for(lock, std::chrono::milliseconds(interval_ms_), [this] { return stop_ || soon_; });
+    wake_.wait_for(lock, std::chrono::milliseconds(interval_ms_),
+                   [this] { return stop_ || soon_; });
     if (stop_) break;
     soon_ = false;
     lock.unlock();

@@ -22,7 +22,7 @@ class Agent {
  public:
   struct Options {
     JobOptions job;
-    MemberInfo member;            // world_template is filled in from template_bytes
+    MemberInfo member;  // world_template is filled in from template_bytes
     std::string template_bytes;
     std::function<MemberState()> state;  // what this rank holds and serves; called on any thread
     // After each beat; on the agent's thread. May call the directory.
@@ -36,7 +36,7 @@ class Agent {
   [[nodiscard]] Directory& directory() { return *directory_; }
   [[nodiscard]] ViewCache& views() { return *views_; }
   [[nodiscard]] uint64_t incarnation() const { return incarnation_; }
-  [[nodiscard]] uint64_t term() const { return term_; }             // joined
+  [[nodiscard]] uint64_t term() const { return term_; }                // joined
   [[nodiscard]] uint64_t newest_term() const { return newest_term_; }  // heard of
   // Trainers: the joined term is over.
   [[nodiscard]] bool stale() const { return stale_; }

@@ -18,7 +18,7 @@ namespace bascule {
 struct CountedBox {
   uint32_t tensor = 0;  // index in the trainer's template's names
   DType wire = DType::kF32;
-  Box box;              // inside one box that the trainer holds
+  Box box;  // inside one box that the trainer holds
 };
 
 // What trainer `self` (member id) counts for rollout `receiver` (member id): the elements that the

@@ -13,7 +13,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kSlice{1000};
-constexpr milliseconds kProbe{300};         // for one question of a termination round
+constexpr milliseconds kProbe{300};          // for one question of a termination round
 constexpr milliseconds kIntroduction{5000};  // a live rank introduces itself within two beats
 
 void PutId(WireWriter* out, VersionId id) {
@@ -62,11 +62,12 @@ Result<std::unique_ptr<EngineChannel>> EngineChannel::Start(Options options) {
   std::unique_ptr<EngineChannel> channel(new EngineChannel(std::move(options)));
   if (channel->options_.world_size > 1) {
     EngineChannel* raw = channel.get();
-    BASCULE_ASSIGN_OR_RETURN(
-        channel->server_,
-        StartGrpcServer(channel->options_.listen, channel->options_.token,
-                        [raw](const std::string& method, const std::string& request,
-                              Deadline deadline) { return raw->Handle(method, request, deadline); }));
+    BASCULE_ASSIGN_OR_RETURN(channel->server_,
+                             StartGrpcServer(channel->options_.listen, channel->options_.token,
+                                             [raw](const std::string& method,
+                                                   const std::string& request, Deadline deadline) {
+                                               return raw->Handle(method, request, deadline);
+                                             }));
     channel->address_ = channel->server_->address();
   }
   if (channel->leads()) {
@@ -571,8 +572,8 @@ Status EngineChannel::FollowerDecide(const UpdateKey& key, Deadline deadline) {
     }
     if (!refused) {
       const bool give_up = patience.Passed();
-      const Deadline ask = give_up ? Deadline::In(kProbe).Earlier(deadline)
-                                   : Deadline::In(kSlice).Earlier(patience);
+      const Deadline ask =
+          give_up ? Deadline::In(kProbe).Earlier(deadline) : Deadline::In(kSlice).Earlier(patience);
       auto outcome = AskOutcome(0, key, false, give_up, ask);
       if (outcome.ok() && (*outcome == Outcome::kCommit || *outcome == Outcome::kAbort)) {
         bool learned = false;
@@ -630,8 +631,8 @@ std::optional<Outcome> EngineChannel::TerminationRound(Termination* termination,
       }
       case Termination::Question::kAskDecider:
       case Termination::Question::kAskRank: {
-        auto outcome = AskOutcome(question.rank, termination->key(), question.decider_gone, false,
-                                  probe);
+        auto outcome =
+            AskOutcome(question.rank, termination->key(), question.decider_gone, false, probe);
         if (outcome.ok()) termination->OnOutcome(question, *outcome);
         break;
       }

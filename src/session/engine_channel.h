@@ -99,8 +99,8 @@ class EngineChannel {
   // Client side.
   [[nodiscard]] Result<std::string> AskRank(uint32_t rank, const std::string& method,
                                             const std::string& request, Deadline deadline);
-  [[nodiscard]] Result<std::string> AskLeader(const std::string& method,
-                                              const std::string& request, Deadline deadline);
+  [[nodiscard]] Result<std::string> AskLeader(const std::string& method, const std::string& request,
+                                              Deadline deadline);
   [[nodiscard]] Status Hello(Deadline deadline);
   [[nodiscard]] Status EnsureIntroduced(Deadline deadline);
   [[nodiscard]] Result<Outcome> AskOutcome(uint32_t rank, const UpdateKey& key, bool decider_gone,

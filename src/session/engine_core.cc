@@ -36,7 +36,9 @@ void Remember(std::vector<T>* list, T item) {
   list->push_back(std::move(item));
 }
 
-std::string Describe(VersionId id) { return fmt::format("version {} (term {})", id.version, id.term); }
+std::string Describe(VersionId id) {
+  return fmt::format("version {} (term {})", id.version, id.term);
+}
 
 }  // namespace
 
@@ -76,21 +78,23 @@ Status RankCore::Servable() const {
     case ReceiverState::kStaging:
     case ReceiverState::kReady:
     case ReceiverState::kVerified:
-    case ReceiverState::kPoisoned:
-      break;
+    case ReceiverState::kPoisoned: break;
   }
-  if (serving_.none()) return Status(Code::kUnavailable, "no version was committed on this rank yet");
+  if (serving_.none())
+    return Status(Code::kUnavailable, "no version was committed on this rank yet");
   return Status::Ok();
 }
 
 Status RankCore::BeginStage(const UpdateKey& key, bool* landed) {
   if (banished_) return Servable();
   if (Refuses(key.decider)) {
-    return Status(Code::kAborted, "this update was opened by an engine rank 0 that is gone; poll again");
+    return Status(Code::kAborted,
+                  "this update was opened by an engine rank 0 that is gone; poll again");
   }
   if (state_ != ReceiverState::kIdle && state_ != ReceiverState::kPoisoned) {
-    return Status(Code::kBusy, fmt::format("the rank is {} for {}; finish or abort that update first",
-                                           ReceiverStateName(state_), Describe(key_.id)));
+    return Status(Code::kBusy,
+                  fmt::format("the rank is {} for {}; finish or abort that update first",
+                              ReceiverStateName(state_), Describe(key_.id)));
   }
   key_ = key;
   *landed = !poisoned_ && serving_ == key.id;
@@ -152,9 +156,9 @@ Outcome RankCore::AnswerOutcome(const UpdateKey& key, bool decider_gone) {
 Status RankCore::BeginCommit(const UpdateKey& key, bool* nothing_to_do) {
   if (banished_) return Servable();
   if (state_ != ReceiverState::kDecided || key_ != key) {
-    return Status(Code::kBusy, fmt::format("cannot switch to {}: the rank is {} for {}",
-                                           Describe(key.id), ReceiverStateName(state_),
-                                           Describe(key_.id)));
+    return Status(Code::kBusy,
+                  fmt::format("cannot switch to {}: the rank is {} for {}", Describe(key.id),
+                              ReceiverStateName(state_), Describe(key_.id)));
   }
   *nothing_to_do = !poisoned_ && serving_ == key.id;
   state_ = ReceiverState::kCommitting;

@@ -2,7 +2,8 @@
 // values out; no I/O, no clocks, no threads. The runtime (receiver.cc) and the model checker
 // (tests/session) drive the same code.
 //
-// Rank:    IDLE(c) -> STAGING(v) -> VERIFIED(v) | READY(v) -> DECIDED(v) -> COMMITTING(v) -> IDLE(v)
+// Rank:    IDLE(c) -> STAGING(v) -> VERIFIED(v) | READY(v) -> DECIDED(v) -> COMMITTING(v) ->
+// IDLE(v)
 //          VERIFIED/READY -> IN_DOUBT(v) -> DECIDED(v) | IDLE(c);  COMMITTING -> POISONED
 // Decider: per update key: undecided -> commit | abort, recorded once, first write wins.
 //
@@ -34,10 +35,11 @@ struct UpdateKey {
 };
 
 enum class Outcome : uint8_t {
-  kUndecided,   // the decider: neither recorded
+  kUndecided,  // the decider: neither recorded
   kCommit,
   kAbort,
-  kNotLearned,  // another rank: has not learned it (and, when asked so, never will from the decider)
+  kNotLearned,  // another rank: has not learned it (and, when asked so, never will from the
+                // decider)
 };
 
 // ---------------------------------------------------------------------------------------------
@@ -100,7 +102,8 @@ class RankCore {
   UpdateKey key_;
   bool poisoned_ = false;
   bool banished_ = false;
-  std::vector<uint64_t> refused_;  // incarnations of deciders that are gone; newest last, at most 16
+  std::vector<uint64_t>
+      refused_;  // incarnations of deciders that are gone; newest last, at most 16
   // Outcomes learned lately, for ranks that ask late. Newest last, at most 16.
   std::vector<std::pair<UpdateKey, Outcome>> learned_;
 };

@@ -52,9 +52,8 @@ Status Lander::Allocate() {
     BASCULE_ASSIGN_OR_RETURN(shadow_, transport_->Allocate(std::max(bytes, kAlign), "shadow"));
   }
   padding_sum_ = SumPadding(layout_);
-  transforms_ =
-      std::any_of(layout_.bindings.begin(), layout_.bindings.end(),
-                  [](const Binding& b) { return b.function != LandingFunction::kNone; });
+  transforms_ = std::any_of(layout_.bindings.begin(), layout_.bindings.end(),
+                            [](const Binding& b) { return b.function != LandingFunction::kNone; });
   return Status::Ok();
 }
 
@@ -85,8 +84,8 @@ std::vector<LinkReport> Lander::Links() const {
   std::vector<LinkReport> links;
   if (!plan_) return links;
   for (const Source& source : plan_->sources) {
-    links.push_back({MemberName(plan_->view->infos[source.member]), transport_->name(), "",
-                     source.bytes});
+    links.push_back(
+        {MemberName(plan_->view->infos[source.member]), transport_->name(), "", source.bytes});
   }
   return links;
 }
@@ -96,10 +95,9 @@ std::vector<LinkReport> Lander::Links() const {
 Status Lander::Prepare(const PlanBasis& basis, Deadline deadline) {
   BASCULE_ASSIGN_OR_RETURN(auto view,
                            agent_->views().For(options_.rollout.engine, basis, deadline));
-  const bool connected =
-      plan_ && plan_->view == view &&
-      std::all_of(plan_->sources.begin(), plan_->sources.end(),
-                  [](const Source& source) { return source.peer->alive(); });
+  const bool connected = plan_ && plan_->view == view &&
+                         std::all_of(plan_->sources.begin(), plan_->sources.end(),
+                                     [](const Source& source) { return source.peer->alive(); });
   if (!connected) BASCULE_RETURN_IF_ERROR(BuildPlan(std::move(view), deadline));
   plan_->basis = basis;
   return Status::Ok();
@@ -151,10 +149,11 @@ Status Lander::ConnectSource(const WorldView& view, Source* source, Deadline dea
   const MemberInfo& info = view.infos[source->member];
   const std::string name = MemberName(info);
   if (info.role != Role::kTrainer) {
-    return Status(Code::kUnimplemented,
-                  fmt::format("{} would have to be read, but it is a rollout; only trainers on this "
-                              "host can be sources",
-                              name))
+    return Status(
+               Code::kUnimplemented,
+               fmt::format("{} would have to be read, but it is a rollout; only trainers on this "
+                           "host can be sources",
+                           name))
         .WithPeer(name);
   }
   auto it = peers_.find(info.incarnation);
@@ -361,7 +360,8 @@ Status Lander::Land(VersionId id, const std::function<bool()>& cancelled, Deadli
     for (Source& source : plan_->sources) {
       std::string ignored;
       if (source.peer->alive()) {
-        (void)Ask(&source, Request(PeerMethod::kLease, id), &ignored, Deadline::In(milliseconds(50)));
+        (void)Ask(&source, Request(PeerMethod::kLease, id), &ignored,
+                  Deadline::In(milliseconds(50)));
       }
     }
   }
@@ -449,9 +449,7 @@ Status Lander::ReadBack(VersionId id, const std::vector<Sum>& sums,
   CpuExecutor::Options run;
   run.cancelled = cancelled;
   const auto chunks = static_cast<uint32_t>(plan_->part.chunks.size());
-  auto selected = [&](uint32_t chunk) {
-    return landed_.first || (chunk + id.version) % 16 == 0;
-  };
+  auto selected = [&](uint32_t chunk) { return landed_.first || (chunk + id.version) % 16 == 0; };
   for (uint32_t chunk = 0; chunk < chunks;) {
     if (!selected(chunk)) {
       ++chunk;
@@ -461,17 +459,17 @@ Status Lander::ReadBack(VersionId id, const std::vector<Sum>& sums,
     while (last < chunks && selected(last)) ++last;
     run.first_op = plan_->landing.first_op[chunk];
     run.last_op = plan_->landing.first_op[last];
-    BASCULE_RETURN_IF_ERROR(
-        executor_.DigestTargets(plan_->landing.program, targets, again, run));
+    BASCULE_RETURN_IF_ERROR(executor_.DigestTargets(plan_->landing.program, targets, again, run));
     chunk = last;
   }
   for (size_t slot = 0; slot < sums.size(); ++slot) {
     if (!selected(plan_->slot_chunk[slot]) || plan_->slot_transformed[slot]) continue;
     if (again[slot] == sums[slot]) continue;
-    return Loss(fmt::format("chunk {} of version {} reads back otherwise than it landed; the update "
-                            "was given up",
-                            plan_->slot_chunk[slot], id.version),
-                plan_->name_of_key[plan_->slot_key[slot]], "");
+    return Loss(
+        fmt::format("chunk {} of version {} reads back otherwise than it landed; the update "
+                    "was given up",
+                    plan_->slot_chunk[slot], id.version),
+        plan_->name_of_key[plan_->slot_key[slot]], "");
   }
   return Status::Ok();
 }
@@ -526,15 +524,14 @@ Result<AuditRows> Lander::LiveRows(AuditScope scope, uint64_t version,
   for (size_t i = 0; i < layout.tensors.size(); ++i) {
     if (!plan_->resolved[i].empty()) layout.tensors[i].name = plan_->resolved[i];
   }
-  BASCULE_ASSIGN_OR_RETURN(
-      std::vector<Sum> sums,
-      SumLayout(
-          layout, [this](uint32_t tensor) { return plan_->wire[tensor]; },
-          [&](uint32_t tensor) {
-            return !plan_->resolved[tensor].empty() &&
-                   InScope(plan_->resolved[tensor], scope, version);
-          },
-          cancelled));
+  BASCULE_ASSIGN_OR_RETURN(std::vector<Sum> sums,
+                           SumLayout(
+                               layout, [this](uint32_t tensor) { return plan_->wire[tensor]; },
+                               [&](uint32_t tensor) {
+                                 return !plan_->resolved[tensor].empty() &&
+                                        InScope(plan_->resolved[tensor], scope, version);
+                               },
+                               cancelled));
   AuditRows rows;
   for (size_t i = 0; i < sums.size(); ++i) {
     if (sums[i].elements > 0) rows[RowOf(plan_->resolved[i], scope)] += sums[i];
@@ -565,11 +562,10 @@ Result<AuditRows> Lander::TransformedRows(const std::function<bool()>& cancelled
     dtype[binding.tensor] = binding.dtype;
     bound[binding.tensor] = true;
   }
-  BASCULE_ASSIGN_OR_RETURN(
-      std::vector<Sum> sums,
-      SumLayout(
-          results, [&dtype](uint32_t tensor) { return dtype[tensor]; },
-          [&bound](uint32_t tensor) { return bound[tensor]; }, cancelled));
+  BASCULE_ASSIGN_OR_RETURN(std::vector<Sum> sums,
+                           SumLayout(
+                               results, [&dtype](uint32_t tensor) { return dtype[tensor]; },
+                               [&bound](uint32_t tensor) { return bound[tensor]; }, cancelled));
   for (size_t i = 0; i < sums.size(); ++i) {
     if (bound[i]) rows[results.tensors[i].name] = sums[i];
   }

@@ -50,7 +50,8 @@ class Lander {
 
   // Opens the version at every source (takes leases), lands it (in the shadow, or live when in
   // place), and checks every chunk. `cancelled` is asked often.
-  [[nodiscard]] Status Land(VersionId id, const std::function<bool()>& cancelled, Deadline deadline);
+  [[nodiscard]] Status Land(VersionId id, const std::function<bool()>& cancelled,
+                            Deadline deadline);
   // In place: only opens the version at every source.
   [[nodiscard]] Status OpenSources(VersionId id, Deadline deadline);
   // Gives the leases back.
@@ -88,11 +89,11 @@ class Lander {
     uint32_t first_base = 0;
     std::vector<uint32_t> chunks;  // ascending
     uint64_t bytes = 0;
-    OpenReply open;                // of the version being landed
+    OpenReply open;  // of the version being landed
     std::shared_ptr<ImportedRegion> header;
     std::vector<std::shared_ptr<ImportedRegion>> regions;
-    // Every slot's memory stays mapped from version to version: mapping it anew costs a page fault a
-    // page. By blob.
+    // Every slot's memory stays mapped from version to version: mapping it anew costs a page fault
+    // a page. By blob.
     std::map<std::string, std::shared_ptr<ImportedRegion>> mapped;
   };
   // Everything that versions under one membership share.
@@ -104,14 +105,14 @@ class Lander {
     LandingProgram landing;
     bool landing_built = false;
     uint32_t bases = 0;
-    std::vector<uint64_t> built_for;      // layout serial of each source
-    std::vector<uint32_t> slot_chunk;     // sum -> chunk
-    std::vector<uint64_t> slot_key;       // sum -> tensor key
-    std::vector<bool> slot_transformed;   // has a landing function: cannot be read back
+    std::vector<uint64_t> built_for;     // layout serial of each source
+    std::vector<uint32_t> slot_chunk;    // sum -> chunk
+    std::vector<uint64_t> slot_key;      // sum -> tensor key
+    std::vector<bool> slot_transformed;  // has a landing function: cannot be read back
     std::map<uint64_t, std::string> name_of_key;
-    std::vector<std::string> resolved;    // layout tensor -> name at the source ("" = none)
-    std::vector<DType> wire;              // layout tensor -> wire dtype
-    bool proved = false;                  // a version under this plan was audited whole
+    std::vector<std::string> resolved;  // layout tensor -> name at the source ("" = none)
+    std::vector<DType> wire;            // layout tensor -> wire dtype
+    bool proved = false;                // a version under this plan was audited whole
   };
 
   [[nodiscard]] Status BuildPlan(std::shared_ptr<const WorldView> view, Deadline deadline);

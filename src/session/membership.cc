@@ -72,8 +72,9 @@ Result<std::shared_ptr<const WorldTemplate>> ViewCache::Template(const ContentDi
   }
   BASCULE_ASSIGN_OR_RETURN(std::string bytes, directory_->GetBlob(digest, deadline));
   if (DigestOf(bytes) != digest) {
-    return Status(Code::kDataLoss, "the layout template from the coordinator does not have the "
-                                   "digest that was asked for");
+    return Status(Code::kDataLoss,
+                  "the layout template from the coordinator does not have the "
+                  "digest that was asked for");
   }
   BASCULE_ASSIGN_OR_RETURN(WorldTemplate parsed, WorldTemplate::Parse(bytes));
   auto shared = std::make_shared<const WorldTemplate>(std::move(parsed));
@@ -83,13 +84,13 @@ Result<std::shared_ptr<const WorldTemplate>> ViewCache::Template(const ContentDi
 }
 
 Result<std::shared_ptr<const WorldView>> ViewCache::Newest(const std::string& engine,
-                                                          Deadline deadline) {
+                                                           Deadline deadline) {
   BASCULE_ASSIGN_OR_RETURN(Membership membership, directory_->Members(deadline));
   return Plan(engine, std::move(membership), deadline);
 }
 
 Result<std::shared_ptr<const WorldView>> ViewCache::For(const std::string& engine,
-                                                       const PlanBasis& basis, Deadline deadline) {
+                                                        const PlanBasis& basis, Deadline deadline) {
   const bool plain = basis.epoch != 0 && !basis.own_membership;
   if (plain) {
     std::lock_guard lock(mutex_);
@@ -108,7 +109,7 @@ Result<std::shared_ptr<const WorldView>> ViewCache::For(const std::string& engin
 }
 
 Result<std::shared_ptr<const WorldView>> ViewCache::Plan(const std::string& engine,
-                                                        Membership membership, Deadline deadline) {
+                                                         Membership membership, Deadline deadline) {
   std::vector<MemberInfo> infos;
   std::copy_if(membership.members.begin(), membership.members.end(), std::back_inserter(infos),
                [&engine](const MemberInfo& member) {
@@ -127,8 +128,8 @@ Result<std::shared_ptr<const WorldView>> ViewCache::Plan(const std::string& engi
   std::map<ContentDigest, uint32_t> template_index;
   const auto nodes = NumberNodes(infos);
   for (const MemberInfo& info : infos) {
-    auto [it, added] = template_index.emplace(info.world_template,
-                                              static_cast<uint32_t>(world.templates.size()));
+    auto [it, added] =
+        template_index.emplace(info.world_template, static_cast<uint32_t>(world.templates.size()));
     if (added) {
       BASCULE_ASSIGN_OR_RETURN(auto shared, Template(info.world_template, deadline));
       world.templates.push_back(std::move(shared));

@@ -52,19 +52,19 @@ class ViewCache {
   // The view of the newest membership for an engine; templates and plans that did not change are
   // not fetched or made again.
   [[nodiscard]] Result<std::shared_ptr<const WorldView>> Newest(const std::string& engine,
-                                                               Deadline deadline);
-  // The view that a version is planned with (Directory::MembersFor): one for all ranks of an engine.
-  // Asks nobody where a view of that epoch is at hand.
+                                                                Deadline deadline);
+  // The view that a version is planned with (Directory::MembersFor): one for all ranks of an
+  // engine. Asks nobody where a view of that epoch is at hand.
   [[nodiscard]] Result<std::shared_ptr<const WorldView>> For(const std::string& engine,
-                                                            const PlanBasis& basis,
-                                                            Deadline deadline);
+                                                             const PlanBasis& basis,
+                                                             Deadline deadline);
   // A view made lately whose planner has this digest, or null.
   [[nodiscard]] std::shared_ptr<const WorldView> Find(const ContentDigest& plan) const;
 
  private:
   [[nodiscard]] Result<std::shared_ptr<const WorldView>> Plan(const std::string& engine,
-                                                             Membership membership,
-                                                             Deadline deadline);
+                                                              Membership membership,
+                                                              Deadline deadline);
   [[nodiscard]] Result<std::shared_ptr<const WorldTemplate>> Template(const ContentDigest& digest,
                                                                       Deadline deadline);
 

@@ -87,7 +87,8 @@ std::string Encode(const OpenReply& reply) {
       out.U32(place.base);
       out.I64(place.offset);
       PutBox(&out, place.box);
-      for (int d = 0; d < place.box.ndim(); ++d) out.I64(place.byte_strides[static_cast<size_t>(d)]);
+      for (int d = 0; d < place.box.ndim(); ++d)
+        out.I64(place.byte_strides[static_cast<size_t>(d)]);
       out.U8(static_cast<uint8_t>(place.dtype));
     }
   }

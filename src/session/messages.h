@@ -19,19 +19,19 @@ enum class PeerMethod : uint8_t { kOpen = 1, kChecks = 2, kAudit = 3, kLease = 4
 
 // Which sums an audit wants.
 enum class AuditScope : uint8_t {
-  kAllByLayer = 0,     // every tensor the receiver holds, summed per layer
+  kAllByLayer = 0,       // every tensor the receiver holds, summed per layer
   kRotationByLayer = 1,  // InRotation(tensor, version) only, per layer
-  kAllByTensor = 2,    // drill-down; a tensor whose arena was damaged has no row
+  kAllByTensor = 2,      // drill-down; a tensor whose arena was damaged has no row
 };
 
 struct PeerRequest {
   PeerMethod method = PeerMethod::kOpen;
   VersionId id;
-  ContentDigest plan;      // of the engine's planner
-  uint64_t epoch = 0;      // what it was planned with (PlanBasis)
+  ContentDigest plan;  // of the engine's planner
+  uint64_t epoch = 0;  // what it was planned with (PlanBasis)
   bool own_membership = false;
   std::string engine;
-  uint32_t rank = 0;       // in the engine
+  uint32_t rank = 0;  // in the engine
   AuditScope scope = AuditScope::kAllByLayer;
   std::vector<uint32_t> live;  // kAudit: trainer ranks that are counted, ascending
 };

@@ -105,11 +105,11 @@ struct ReceiverShared {
 
   std::atomic<bool> connected{false};  // the agent's beats may use the channel
 
-  std::mutex mutex;  // guards what follows
-  UpdateKey staging;                            // of the job in progress or done last
-  Status staged;                                // its outcome
-  std::atomic<bool> stage_ended{true};          // it is over and the leader was told
-  std::shared_ptr<std::atomic<bool>> give_up;   // its cancel flag
+  std::mutex mutex;                            // guards what follows
+  UpdateKey staging;                           // of the job in progress or done last
+  Status staged;                               // its outcome
+  std::atomic<bool> stage_ended{true};         // it is over and the leader was told
+  std::shared_ptr<std::atomic<bool>> give_up;  // its cancel flag
   std::function<Status(VersionId)> hook;
   Status why_poisoned;
   std::unique_ptr<Worker> worker;
@@ -211,8 +211,7 @@ class UpdateImpl final : public Update {
   // This update was committed on this rank already.
   [[nodiscard]] bool Served(const UpdateKey& key) const {
     return shared_->channel->WithCore([&key](RankCore& core) {
-      return core.key() == key && core.state() == ReceiverState::kIdle &&
-             core.serving() == key.id;
+      return core.key() == key && core.state() == ReceiverState::kIdle && core.serving() == key.id;
     });
   }
   void ReportLanding();
@@ -264,8 +263,7 @@ Status UpdateImpl::FinishEarlier(const UpdateKey& key, Deadline deadline) {
     case ReceiverState::kIdle:
     case ReceiverState::kDecided:
     case ReceiverState::kCommitting:
-    case ReceiverState::kPoisoned:
-      break;
+    case ReceiverState::kPoisoned: break;
   }
   return Status::Ok();
 }
@@ -279,9 +277,9 @@ Status UpdateImpl::Stage(Deadline deadline) {
   bool landed = false;
   bool again = false;
   Status begun = shared_->channel->WithCore([&](RankCore& core) {
-    again = core.key() == key && (core.state() == ReceiverState::kStaging ||
-                                  core.state() == ReceiverState::kVerified ||
-                                  core.state() == ReceiverState::kReady);
+    again = core.key() == key &&
+            (core.state() == ReceiverState::kStaging || core.state() == ReceiverState::kVerified ||
+             core.state() == ReceiverState::kReady);
     return again ? Status::Ok() : core.BeginStage(key, &landed);
   });
   if (!begun.ok()) return Tag(begun);
@@ -335,14 +333,14 @@ Status UpdateImpl::Decide(Deadline deadline) {
     shared_->CancelStaging();
     (void)shared_->channel->Vote(key, false, shared_->name + " had not landed by the deadline",
                                  Deadline::In(milliseconds(200)));
-    return Tag(Status(Code::kNotDecided, "this rank had not landed the version by the deadline; the "
-                                         "update was aborted; stage it again"));
+    return Tag(Status(Code::kNotDecided,
+                      "this rank had not landed the version by the deadline; the "
+                      "update was aborted; stage it again"));
   }
   const bool staged = shared_->channel->WithCore([&](RankCore& core) {
-    return core.key() == key && (core.state() == ReceiverState::kReady ||
-                                 core.state() == ReceiverState::kVerified ||
-                                 core.state() == ReceiverState::kInDoubt ||
-                                 core.state() == ReceiverState::kDecided);
+    return core.key() == key &&
+           (core.state() == ReceiverState::kReady || core.state() == ReceiverState::kVerified ||
+            core.state() == ReceiverState::kInDoubt || core.state() == ReceiverState::kDecided);
   });
   if (!staged) {
     Status why = shared_->StagedStatus(key);
@@ -368,8 +366,8 @@ Status UpdateImpl::Commit(Deadline deadline) {
   BASCULE_RETURN_IF_ERROR(Decide(deadline));
   if (Served(key)) return Status::Ok();
   bool nothing = false;
-  BASCULE_RETURN_IF_ERROR(Tag(shared_->channel->WithCore(
-      [&](RankCore& core) { return core.BeginCommit(key, &nothing); })));
+  BASCULE_RETURN_IF_ERROR(Tag(
+      shared_->channel->WithCore([&](RankCore& core) { return core.BeginCommit(key, &nothing); })));
   const int64_t commit_start = NowNs();
   Status status;
   if (!nothing) {
@@ -403,7 +401,8 @@ Status UpdateImpl::SwitchTo(const UpdateKey& key, Deadline deadline) {
   lander.MarkBroken();
   const int64_t start = NowNs();
   if (shared_->in_place) {
-    BASCULE_RETURN_IF_ERROR(lander.Land(key.id, [] { return false; }, deadline));
+    BASCULE_RETURN_IF_ERROR(lander.Land(
+        key.id, [] { return false; }, deadline));
   } else {
     BASCULE_RETURN_IF_ERROR(lander.Switch());
   }
@@ -463,8 +462,8 @@ void UpdateImpl::StartRotation(const UpdateKey& key) {
     const bool rotate = shared->options.digest && !lander.landed().first && !lander.transforms();
     if (rotate && lander.landed().id == key.id) {
       Status status = shared->lander->AuditRotation(key.id, Deadline::In(std::chrono::seconds(30)));
-      const bool serving = shared->channel->WithCore(
-          [&](RankCore& core) { return core.serving() == key.id; });
+      const bool serving =
+          shared->channel->WithCore([&](RankCore& core) { return core.serving() == key.id; });
       if (status.code() == Code::kDataLoss && serving) {
         {
           std::lock_guard why(shared->mutex);
@@ -502,7 +501,8 @@ class ReceiverImpl final : public WeightReceiver {
   Result<std::shared_ptr<Update>> Poll(Deadline deadline) override {
     BASCULE_RETURN_IF_ERROR(shared_->Usable());
     auto polled = shared_->channel->Poll(deadline);
-    if (!polled.ok()) return Status(polled.status()).WithRank(static_cast<int>(shared_->options.rank));
+    if (!polled.ok())
+      return Status(polled.status()).WithRank(static_cast<int>(shared_->options.rank));
     if (!polled->key) return std::shared_ptr<Update>();
     return std::shared_ptr<Update>(std::make_shared<UpdateImpl>(
         shared_, PlanBasis{polled->key->id, polled->epoch, polled->own_membership}, polled->key,
@@ -512,7 +512,8 @@ class ReceiverImpl final : public WeightReceiver {
   Result<std::shared_ptr<Update>> Open(VersionId id) override {
     BASCULE_RETURN_IF_ERROR(shared_->Usable());
     if (id.none()) return Status(Code::kInvalidArgument, "Open needs a term and a version");
-    return std::shared_ptr<Update>(std::make_shared<UpdateImpl>(shared_, PlanBasis{id}, std::nullopt, 0));
+    return std::shared_ptr<Update>(
+        std::make_shared<UpdateImpl>(shared_, PlanBasis{id}, std::nullopt, 0));
   }
 
   [[nodiscard]] ReceiverState state() const override { return shared_->State(); }
@@ -580,16 +581,15 @@ Status ReceiverImpl::UpdateLayout(const Layout& layout, Deadline deadline) {
           shared_->channel->Abort(key, "the layout of " + shared_->name + " changed", deadline));
       break;
     case ReceiverState::kIdle:
-    case ReceiverState::kPoisoned:
-      break;
+    case ReceiverState::kPoisoned: break;
   }
   std::unique_lock lock(shared_->data, std::defer_lock);
   if (!LockBy(&lock, deadline)) {
     return Status(Code::kDeadlineExceeded, "a landing did not stop by the deadline; try again");
   }
-  auto lander = std::make_unique<Lander>(
-      Lander::Options{shared_->options, shared_->in_place, shared_->name}, layout,
-      shared_->transport.get(), shared_->agent.get());
+  auto lander =
+      std::make_unique<Lander>(Lander::Options{shared_->options, shared_->in_place, shared_->name},
+                               layout, shared_->transport.get(), shared_->agent.get());
   BASCULE_RETURN_IF_ERROR(lander->Allocate());
   BASCULE_RETURN_IF_ERROR(shared_->agent->Rebind(world->Serialize(), layout.coordinates, deadline));
   shared_->lander = std::move(lander);
@@ -632,12 +632,9 @@ Result<bool> InPlace(const RolloutOptions& options, const Layout& layout) {
   uint64_t bytes = 0;
   for (const Buffer& buffer : layout.buffers) bytes += buffer.bytes;
   switch (options.shadow) {
-    case ShadowMode::kAuto:
-      return AvailableMemory() < bytes + bytes / 8;
-    case ShadowMode::kHost:
-      return false;
-    case ShadowMode::kNone:
-      return true;
+    case ShadowMode::kAuto: return AvailableMemory() < bytes + bytes / 8;
+    case ShadowMode::kHost: return false;
+    case ShadowMode::kNone: return true;
     case ShadowMode::kDevice:
       return Status(Code::kUnimplemented,
                     "shadow=device needs a build with CUDA; use auto, host or none");
@@ -687,17 +684,16 @@ Result<std::unique_ptr<WeightReceiver>> WeightReceiver::Connect(const JobOptions
   member.coordinates = layout.coordinates;
   shared->name = MemberName(member);
   BASCULE_ASSIGN_OR_RETURN(
-      shared->transport,
-      MakeShmTransport({job.name, job.token, member.incarnation, shared->name},
-                       {.directory = job.socket_directory, .huge_pages = true}));
+      shared->transport, MakeShmTransport({job.name, job.token, member.incarnation, shared->name},
+                                          {.directory = job.socket_directory, .huge_pages = true}));
   shared->handler = std::make_unique<NoSource>();
   BASCULE_ASSIGN_OR_RETURN(std::string address, shared->transport->Listen(shared->handler.get()));
   member.addresses.push_back({shared->transport->name(), address});
   std::string listen = job.listen.substr(0, job.listen.rfind(':')) + ":0";
-  BASCULE_ASSIGN_OR_RETURN(shared->channel,
-                           EngineChannel::Start({options.engine, options.rank, options.world_size,
-                                                 member.incarnation, listen, job.token,
-                                                 shared->in_place}));
+  BASCULE_ASSIGN_OR_RETURN(
+      shared->channel,
+      EngineChannel::Start({options.engine, options.rank, options.world_size, member.incarnation,
+                            listen, job.token, shared->in_place}));
   member.channel = shared->channel->address();
 
   Agent::Options agent;
@@ -726,9 +722,9 @@ Result<std::unique_ptr<WeightReceiver>> WeightReceiver::Connect(const JobOptions
   shared->worker = std::make_unique<Worker>();
   BASCULE_ASSIGN_OR_RETURN(shared->agent, Agent::Start(std::move(agent), deadline));
   shared->channel->SetAgent(shared->agent.get());
-  shared->lander = std::make_unique<Lander>(
-      Lander::Options{options, shared->in_place, shared->name}, layout, shared->transport.get(),
-      shared->agent.get());
+  shared->lander =
+      std::make_unique<Lander>(Lander::Options{options, shared->in_place, shared->name}, layout,
+                               shared->transport.get(), shared->agent.get());
   BASCULE_RETURN_IF_ERROR(shared->lander->Allocate());
   BASCULE_RETURN_IF_ERROR(CheckAtConnect(shared->agent.get(), options, deadline));
   shared->channel->Introduce(Deadline::In(milliseconds(500)).Earlier(deadline));

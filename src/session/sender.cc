@@ -43,7 +43,7 @@ struct SenderState {
   uint64_t prepared_epoch = 0;
   std::atomic<bool> publishing{false};
   std::atomic<bool> connected{false};  // `agent` is set
-  std::atomic<bool> complete{false};  // all ranks of the term had joined
+  std::atomic<bool> complete{false};   // all ranks of the term had joined
 
   [[nodiscard]] Status Usable() const {
     if (!agent) return Status(Code::kClosed, "the sender is closed; connect anew");
@@ -71,7 +71,8 @@ struct SenderState {
     }
   }
 
-  // Tells the coordinator of what it could not be told when it was published. On the agent's thread.
+  // Tells the coordinator of what it could not be told when it was published. On the agent's
+  // thread.
   void ReportAgain() {
     std::vector<HeldVersion> pending;
     {
@@ -143,15 +144,13 @@ class PublicationImpl final : public Publication {
   Status Wait(Deadline deadline) override {
     BASCULE_ASSIGN_OR_RETURN(VersionReply reply, Query(true, deadline));
     switch (reply.state) {
-      case VersionState::kAvailable:
-        return Status::Ok();
+      case VersionState::kAvailable: return Status::Ok();
       case VersionState::kAborted:
         return Status(Code::kAborted, Describe("was aborted: " + reply.reason)).WithRank(rank());
       case VersionState::kRetired:
         return Status(Code::kRetired, Describe("is retired: " + reply.reason)).WithRank(rank());
       case VersionState::kOpen:
-      case VersionState::kUnknown:
-        break;
+      case VersionState::kUnknown: break;
     }
     return Status(Code::kDeadlineExceeded,
                   Describe("is not available yet; ranks that have not published it hold it up"))
@@ -180,8 +179,8 @@ class PublicationImpl final : public Publication {
   Result<VersionReply> Query(bool wait, Deadline deadline) {
     if (!state_->agent) return Status(Code::kClosed, "the sender is closed");
     BASCULE_RETURN_IF_ERROR(state_->agent->Usable());
-    auto reply = state_->agent->directory().QueryVersion(state_->agent->incarnation(), id_, wait,
-                                                         deadline);
+    auto reply =
+        state_->agent->directory().QueryVersion(state_->agent->incarnation(), id_, wait, deadline);
     if (reply.ok()) state_->Told(id_, reply->state, reply->reason);
     return reply;
   }
@@ -335,8 +334,7 @@ Status SenderImpl::UpdateLayout(const Layout& layout, Deadline deadline) {
 Result<bool> WantsDirect(const TrainerOptions& options, const Layout& layout) {
   switch (options.arena) {
     case ArenaMode::kAuto:
-    case ArenaMode::kHost:
-      return false;
+    case ArenaMode::kHost: return false;
     case ArenaMode::kDirect:
       for (const Buffer& buffer : layout.buffers) {
         if (buffer.kind != MemoryKind::kShared) {
@@ -384,15 +382,13 @@ Result<std::unique_ptr<WeightSender>> WeightSender::Connect(const JobOptions& jo
   member.coordinates = layout.coordinates;
   const std::string name = MemberName(member);
   BASCULE_ASSIGN_OR_RETURN(
-      state->transport,
-      MakeShmTransport({job.name, job.token, member.incarnation, name},
-                       {.directory = job.socket_directory, .huge_pages = true}));
+      state->transport, MakeShmTransport({job.name, job.token, member.incarnation, name},
+                                         {.directory = job.socket_directory, .huge_pages = true}));
   // The service is the transport's handler and needs the agent's directory: the agent starts last
   // and is handed in through pointers that are set before any peer can call.
-  state->service = std::make_unique<SourceService>(
-      SourceService::Options{options, direct, name});
-  BASCULE_RETURN_IF_ERROR(state->service->SetLayout(layout, world, layout.coordinates, 0,
-                                                    state->transport.get()));
+  state->service = std::make_unique<SourceService>(SourceService::Options{options, direct, name});
+  BASCULE_RETURN_IF_ERROR(
+      state->service->SetLayout(layout, world, layout.coordinates, 0, state->transport.get()));
   BASCULE_ASSIGN_OR_RETURN(std::string address, state->transport->Listen(state->service.get()));
   member.addresses.push_back({state->transport->name(), address});
 
@@ -408,7 +404,8 @@ Result<std::unique_ptr<WeightSender>> WeightSender::Connect(const JobOptions& jo
   };
   agent.on_gone = [raw](const Status& why) {
     std::lock_guard lock(raw->mutex);
-    raw->gone = Status(Code::kStaleTerm, why.message()).WithRank(static_cast<int>(raw->options.rank));
+    raw->gone =
+        Status(Code::kStaleTerm, why.message()).WithRank(static_cast<int>(raw->options.rank));
   };
   BASCULE_ASSIGN_OR_RETURN(auto started, Agent::Start(std::move(agent), deadline));
   state->service->SetViews(&started->views());

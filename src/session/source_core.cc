@@ -18,8 +18,7 @@ Result<SourceCore::Begin> SourceCore::BeginPublish(VersionId id, int64_t now_ms,
   for (uint32_t i = 0; i < slots_.size(); ++i) {
     switch (slots_[i].state) {
       case SlotState::kFilling:
-      case SlotState::kRevoking:
-        return Begin{Step::kBusy, i, {}};
+      case SlotState::kRevoking: return Begin{Step::kBusy, i, {}};
       case SlotState::kFree:
         if (!free) free = i;
         break;

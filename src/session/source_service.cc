@@ -164,14 +164,13 @@ Status SourceService::EnsureRegion(uint32_t slot, const PreparedSource& prepared
   return Status::Ok();
 }
 
-Status SourceService::BuildFor(
-    PreparedSource* prepared, const std::vector<std::shared_ptr<const WorldView>>& views) const {
+Status SourceService::BuildFor(PreparedSource* prepared,
+                               const std::vector<std::shared_ptr<const WorldView>>& views) const {
   std::vector<std::vector<WantedBox>> wanted;
   for (const auto& view : views) {
     int64_t self = -1;
     for (size_t i = 0; i < view->infos.size(); ++i) {
-      if (view->infos[i].role == Role::kTrainer &&
-          view->infos[i].rank == options_.trainer.rank &&
+      if (view->infos[i].role == Role::kTrainer && view->infos[i].rank == options_.trainer.rank &&
           view->infos[i].layout_serial == prepared->layout_serial) {
         self = static_cast<int64_t>(i);
       }
@@ -180,17 +179,15 @@ Status SourceService::BuildFor(
     for (uint32_t id = 0; id < view->infos.size(); ++id) {
       if (view->infos[id].role != Role::kRollout) continue;
       Part part = view->planner->PartOf(id);
-      PreparedSource::Receiver receiver{view->planner->digest(), view->engine,
-                                        view->infos[id].rank,
+      PreparedSource::Receiver receiver{view->planner->digest(), view->engine, view->infos[id].rank,
                                         ChunksFrom(part, static_cast<uint32_t>(self))};
       if (receiver.chunks.empty()) continue;
       wanted.push_back(WantedFrom(part, view->world(), static_cast<uint32_t>(self)));
       prepared->receivers.push_back(std::move(receiver));
     }
   }
-  BASCULE_ASSIGN_OR_RETURN(
-      prepared->snapshot,
-      BuildSnapshot(prepared->layout, *prepared->world, prepared->coordinates, wanted));
+  BASCULE_ASSIGN_OR_RETURN(prepared->snapshot, BuildSnapshot(prepared->layout, *prepared->world,
+                                                             prepared->coordinates, wanted));
   prepared->tensor_of_entry.clear();
   for (const auto& entry : prepared->snapshot.arena.entries) {
     prepared->tensor_of_entry.push_back(entry.tensor);
@@ -259,8 +256,8 @@ void SourceService::Drain(std::unique_lock<std::mutex>* lock, uint32_t slot, Dea
   changed_.wait_until(*lock, deadline.at(), [this, slot] { return slots_[slot].serving == 0; });
 }
 
-Result<SourceService::Filled> SourceService::Fill(
-    VersionId id, Deadline deadline, const std::function<void(VersionId)>& revoked) {
+Result<SourceService::Filled> SourceService::Fill(VersionId id, Deadline deadline,
+                                                  const std::function<void(VersionId)>& revoked) {
   const auto start = std::chrono::steady_clock::now();
   // Readers are spared until half of the time is gone: a slow reader never fails a publication.
   const Deadline patience(start + (deadline.at() - start) / 2);
@@ -319,8 +316,8 @@ Result<SourceService::Filled> SourceService::Fill(
   const uint64_t names = prepared->world->names.size();
   filled.replica_sums.resize(std::min<uint64_t>(names, kReplicaBuckets));
   for (size_t entry = 0; entry < prepared->snapshot.box_cells.size(); ++entry) {
-    const uint64_t bucket =
-        prepared->tensor_of_entry[entry] * filled.replica_sums.size() / std::max<uint64_t>(names, 1);
+    const uint64_t bucket = prepared->tensor_of_entry[entry] * filled.replica_sums.size() /
+                            std::max<uint64_t>(names, 1);
     for (uint32_t cell : prepared->snapshot.box_cells[entry]) {
       filled.replica_sums[bucket] += cells[cell];
     }
@@ -381,8 +378,9 @@ Status SourceService::CompareWithLive(const PreparedSource& prepared, const std:
   };
   BASCULE_ASSIGN_OR_RETURN(
       std::vector<Sum> live,
-      SumLayout(layout, [&](uint32_t tensor) { return layout.tensors[tensor].dtype; }, selected, {},
-                Side::kSource));
+      SumLayout(
+          layout, [&](uint32_t tensor) { return layout.tensors[tensor].dtype; }, selected, {},
+          Side::kSource));
   for (uint32_t tensor = 0; tensor < layout.tensors.size(); ++tensor) {
     if (!selected(tensor)) continue;
     const auto index = static_cast<size_t>(index_of(layout.tensors[tensor].name));
@@ -420,12 +418,9 @@ Status SourceService::Release(VersionId id, Deadline deadline) {
 Result<std::string> SourceService::OnCall(uint64_t connection, std::string_view bytes) {
   BASCULE_ASSIGN_OR_RETURN(PeerRequest request, DecodePeerRequest(bytes));
   switch (request.method) {
-    case PeerMethod::kOpen:
-      return AnswerOpen(connection, request);
-    case PeerMethod::kChecks:
-      return AnswerChecks(request);
-    case PeerMethod::kAudit:
-      return AnswerAudit(request);
+    case PeerMethod::kOpen: return AnswerOpen(connection, request);
+    case PeerMethod::kChecks: return AnswerChecks(request);
+    case PeerMethod::kAudit: return AnswerAudit(request);
     case PeerMethod::kLease: {
       std::lock_guard lock(mutex_);
       if (!core_.Lease(connection, request.id, NowMs())) return NotHeld(request.id, options_.name);
@@ -526,10 +521,10 @@ Result<std::string> SourceService::AnswerChecks(const PeerRequest& request) {
   const int64_t reader = view->Rollout(request.rank);
   if (self < 0 || reader < 0) return NotHeld(request.id, options_.name);
   Part part = view->planner->PartOf(static_cast<uint32_t>(reader));
-  BASCULE_ASSIGN_OR_RETURN(std::vector<Sum> sums,
-                           DigestChunks(serve.data(), part, view->world(),
-                                        static_cast<uint32_t>(self),
-                                        [&serve] { return serve.Revoked(); }));
+  BASCULE_ASSIGN_OR_RETURN(
+      std::vector<Sum> sums,
+      DigestChunks(serve.data(), part, view->world(), static_cast<uint32_t>(self),
+                   [&serve] { return serve.Revoked(); }));
   for (uint32_t chunk : ChunksFrom(part, static_cast<uint32_t>(self))) {
     auto it = known.find(chunk);
     reply.sums.push_back(it == known.end() ? sums[chunk] : it->second);
@@ -568,14 +563,14 @@ Result<std::vector<Sum>> SourceService::DigestChunks(const SlotData& slot, const
     if (seen[want.tensor]) continue;
     seen[want.tensor] = true;
     if (cancelled() || ArenaIntact(slot, want.tensor)) continue;
-    return Status(Code::kDataLoss, "the arena no longer holds what was snapshotted; memory of this "
-                                   "source is faulty; publish a newer version")
+    return Status(Code::kDataLoss,
+                  "the arena no longer holds what was snapshotted; memory of this "
+                  "source is faulty; publish a newer version")
         .WithPeer(options_.name)
         .WithTensor(prepared.world->names[want.tensor]);
   }
-  BASCULE_ASSIGN_OR_RETURN(
-      CopyProgram program,
-      BuildArenaDigest(prepared.snapshot.arena, *prepared.world, wanted, chunks));
+  BASCULE_ASSIGN_OR_RETURN(CopyProgram program, BuildArenaDigest(prepared.snapshot.arena,
+                                                                 *prepared.world, wanted, chunks));
   ConstMemory arena{slot.region->data(), slot.region->bytes()};
   Status status = answerer_.DigestSources(program, {&arena, 1}, sums, run);
   if (status.code() == Code::kAborted) {

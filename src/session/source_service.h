@@ -90,10 +90,10 @@ class SourceService final : public PeerHandler {
  private:
   // One slot's memory and what it holds.
   struct SlotData {
-    std::shared_ptr<SharedRegion> region;             // arena mode
-    std::shared_ptr<const PreparedSource> prepared;   // of the version in it
+    std::shared_ptr<SharedRegion> region;            // arena mode
+    std::shared_ptr<const PreparedSource> prepared;  // of the version in it
     std::vector<Sum> cells;
-    uint32_t serving = 0;                             // answers being computed from it
+    uint32_t serving = 0;  // answers being computed from it
   };
   // Keeps a HELD slot from being overwritten while an answer is computed from it.
   class Serve;
@@ -129,9 +129,9 @@ class SourceService final : public PeerHandler {
   std::vector<SlotData> slots_;
   std::shared_ptr<const PreparedSource> prepared_;
   std::shared_ptr<const PreparedSource> proved_;  // compared with the live weights in full once
-  CpuExecutor publisher_;    // used by one publication at a time
+  CpuExecutor publisher_;                         // used by one publication at a time
   std::mutex answering_;
-  CpuExecutor answerer_;     // for sums that no snapshot made; under answering_
+  CpuExecutor answerer_;  // for sums that no snapshot made; under answering_
 };
 
 }  // namespace bascule

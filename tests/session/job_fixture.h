@@ -1,5 +1,6 @@
 // A small job in one process: trainers that shard every tensor by rows (or replicate it), engines
-// that take it fused and split by columns or rows. Every element's value tells its tensor and place.
+// that take it fused and split by columns or rows. Every element's value tells its tensor and
+// place.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -17,7 +17,9 @@ uint64_t Combine(uint64_t hash, uint64_t value) {
 }  // namespace
 
 Model::Model(const ModelOptions& options, uint64_t seed)
-    : options_(options), faults_left_(options.faults), trainers_(options.trainers),
+    : options_(options),
+      faults_left_(options.faults),
+      trainers_(options.trainers),
       receivers_(options.receivers) {
   now_ms_ += static_cast<int64_t>(seed % 1000);
   NewCoordinator();
@@ -93,8 +95,7 @@ MemberState Model::State(const Trainer& trainer) const {
   for (const auto& [id, version] : trainer.versions) {
     if (trainer.core.Find(id)) {
       state.held.push_back(version);
-    } else if (version.told == VersionState::kAborted ||
-               version.told == VersionState::kAvailable) {
+    } else if (version.told == VersionState::kAborted || version.told == VersionState::kAvailable) {
       state.told.push_back(version);
     }
   }
@@ -120,7 +121,8 @@ JoinRequest Model::Request(const MemberInfo& info, MemberState state) const {
 }
 
 void Model::SawTerm(uint64_t* heard, uint64_t term) {
-  if (term < *heard && term != 0) Violate(fmt::format("a process was told term {} after {}", term, *heard));
+  if (term < *heard && term != 0)
+    Violate(fmt::format("a process was told term {} after {}", term, *heard));
   *heard = std::max(*heard, term);
   highest_term_ = std::max(highest_term_, term);
 }
@@ -291,8 +293,7 @@ void Model::StepTrainer(uint32_t rank) {
       trainer.at = TrainerAt::kBegin;
       return;
     }
-    case TrainerAt::kRest:
-      return;
+    case TrainerAt::kRest: return;
   }
 }
 
@@ -310,8 +311,8 @@ void Model::Poll(Receiver* receiver, uint32_t rank) {
       return;
     }
     receiver->decider->Serving(0, receiver->incarnation, receiver->core.serving());
-    auto reply = coordinator_->Poll(receiver->incarnation, receiver->decider->CommonVersion(),
-                                    false, Now());
+    auto reply =
+        coordinator_->Poll(receiver->incarnation, receiver->decider->CommonVersion(), false, Now());
     if (!reply.ok() || !reply->offered) return;  // as if it had not polled
     if (!options_.replicas && filled_[reply->id].size() < options_.trainers) {
       Violate("Poll offers a version that not every source has filled");
@@ -388,9 +389,7 @@ void Model::StepReceiver(uint32_t rank, uint32_t choice) {
       receiver.at = ReceiverAt::kPoll;
       return;
     }
-    case ReceiverAt::kPoll:
-      Poll(&receiver, rank);
-      return;
+    case ReceiverAt::kPoll: Poll(&receiver, rank); return;
     case ReceiverAt::kStage: {
       bool landed = false;
       Status status = receiver.core.BeginStage(receiver.key, &landed);
@@ -412,7 +411,8 @@ void Model::StepReceiver(uint32_t rank, uint32_t choice) {
     }
     case ReceiverAt::kOpen: {
       const Trainer& trainer = trainers_[receiver.source];
-      auto slot = trainer.life == Life::kRunning ? trainer.core.Find(receiver.key.id) : std::nullopt;
+      auto slot =
+          trainer.life == Life::kRunning ? trainer.core.Find(receiver.key.id) : std::nullopt;
       if (!slot) {
         FinishStage(&receiver, rank, false);
         return;
@@ -452,16 +452,10 @@ void Model::StepReceiver(uint32_t rank, uint32_t choice) {
       CastVote(&receiver, rank, true);
       receiver.at = ReceiverAt::kDecide;
       return;
-    case ReceiverAt::kDecide:
-      Decide(&receiver, rank, choice);
-      return;
-    case ReceiverAt::kDoubt:
-      AskInDoubt(&receiver, rank, choice);
-      return;
+    case ReceiverAt::kDecide: Decide(&receiver, rank, choice); return;
+    case ReceiverAt::kDoubt: AskInDoubt(&receiver, rank, choice); return;
     case ReceiverAt::kSwitch:
-    case ReceiverAt::kFinishSwitch:
-      SwitchStep(&receiver, rank);
-      return;
+    case ReceiverAt::kFinishSwitch: SwitchStep(&receiver, rank); return;
     case ReceiverAt::kAnnounce: {
       Receiver* leader = Leader();
       if (leader != nullptr && leader->incarnation == receiver.leader) {
@@ -527,8 +521,8 @@ void Model::Decide(Receiver* receiver, uint32_t rank, uint32_t choice) {
   const UpdateKey key = receiver->key;
   if (rank == 0) {
     if (receiver->core.banished()) return;
-    Outcome outcome = choice == 0 ? receiver->decider->TryDecide(key)
-                                  : receiver->decider->Abort(key, "deadline");
+    Outcome outcome =
+        choice == 0 ? receiver->decider->TryDecide(key) : receiver->decider->Abort(key, "deadline");
     if (outcome != Outcome::kUndecided) Outcome_(receiver, rank, outcome, true);
     return;
   }
@@ -618,8 +612,9 @@ std::vector<Step> Model::Enabled() const {
   }
   if (faults_left_ > 0) {
     for (uint32_t i = 0; i < coordinator; ++i) {
-      const bool running = i < first_receiver ? trainers_[i].life == Life::kRunning
-                                              : receivers_[i - first_receiver].life == Life::kRunning;
+      const bool running = i < first_receiver
+                               ? trainers_[i].life == Life::kRunning
+                               : receivers_[i - first_receiver].life == Life::kRunning;
       if (!running || (options_.only_leader_stops && i != first_receiver)) continue;
       if (options_.only_leader_stops) {
         steps.push_back({Step::kStop, i, 0});
@@ -628,7 +623,8 @@ std::vector<Step> Model::Enabled() const {
       steps.push_back({Step::kKill, i, 0});
       if (options_.stops) steps.push_back({Step::kStop, i, 0});
     }
-    if (coordinator_ && options_.coordinator_fails && !options_.only_leader_stops) steps.push_back({Step::kKill, coordinator, 0});
+    if (coordinator_ && options_.coordinator_fails && !options_.only_leader_stops)
+      steps.push_back({Step::kKill, coordinator, 0});
   }
   return steps;
 }
@@ -644,15 +640,9 @@ void Model::Run(const Step& step) {
   };
   if (options_.clock_runs) ++now_ms_;
   switch (step.kind) {
-    case Step::kTrainer:
-      StepTrainer(step.actor);
-      break;
-    case Step::kReceiver:
-      StepReceiver(step.actor, step.choice);
-      break;
-    case Step::kTime:
-      PassTime();
-      break;
+    case Step::kTrainer: StepTrainer(step.actor); break;
+    case Step::kReceiver: StepReceiver(step.actor, step.choice); break;
+    case Step::kTime: PassTime(); break;
     case Step::kKill:
     case Step::kStop:
       --faults_left_;
@@ -691,8 +681,8 @@ void Model::Check() {
     if (servable && receiver.live != Content{receiver.core.serving(), false}) {
       Violate("a servable rank's live weights are not its version");
     }
-    engine_servable = engine_servable && servable &&
-                      receiver.core.serving() == receivers_[0].core.serving();
+    engine_servable =
+        engine_servable && servable && receiver.core.serving() == receivers_[0].core.serving();
     if (receiver.core.state() == ReceiverState::kPoisoned && receiver.core.Servable().ok()) {
       Violate("a POISONED rank is servable");
     }
@@ -738,7 +728,8 @@ bool Model::Calm() {
   const auto everybody = static_cast<uint32_t>(trainers_.size() + receivers_.size());
   if (!coordinator_) Run({Step::kRestart, everybody, 0});
   for (uint32_t i = 0; i < everybody; ++i) {
-    const Life life = i < trainers_.size() ? trainers_[i].life : receivers_[i - trainers_.size()].life;
+    const Life life =
+        i < trainers_.size() ? trainers_[i].life : receivers_[i - trainers_.size()].life;
     if (life != Life::kRunning) Run({Step::kRestart, i, 0});
   }
   // One more version from everybody, the same number.
@@ -759,8 +750,10 @@ bool Model::Calm() {
     }
     for (uint32_t i = 0; i < trainers_.size(); ++i) Run({Step::kTrainer, i, 0});
     for (uint32_t i = 0; i < receivers_.size(); ++i) {
-      const uint32_t choices = receivers_[i].at == ReceiverAt::kDoubt ? Choices(receivers_[i], i) : 1;
-      for (uint32_t choice = 0; choice < choices && receivers_[i].at == ReceiverAt::kDoubt; ++choice) {
+      const uint32_t choices =
+          receivers_[i].at == ReceiverAt::kDoubt ? Choices(receivers_[i], i) : 1;
+      for (uint32_t choice = 0; choice < choices && receivers_[i].at == ReceiverAt::kDoubt;
+           ++choice) {
         Run({Step::kReceiver, i, choice});
       }
       // A decision that hangs ends by its deadline.
@@ -783,12 +776,12 @@ std::string Model::Name(const Step& step) {
 }
 
 std::string Model::Describe() const {
-  std::string text = fmt::format("coordinator {}\n",
-                                 coordinator_ ? coordinator_->StatusJson(Now()) : "dead");
+  std::string text =
+      fmt::format("coordinator {}\n", coordinator_ ? coordinator_->StatusJson(Now()) : "dead");
   for (const Trainer& t : trainers_) {
-    text += fmt::format("trainer inc {} life {} at {} term {} next {} newest {}/{}\n", t.incarnation,
-                        static_cast<int>(t.life), static_cast<int>(t.at), t.term, t.next,
-                        t.core.newest().term, t.core.newest().version);
+    text += fmt::format("trainer inc {} life {} at {} term {} next {} newest {}/{}\n",
+                        t.incarnation, static_cast<int>(t.life), static_cast<int>(t.at), t.term,
+                        t.next, t.core.newest().term, t.core.newest().version);
   }
   for (const Receiver& r : receivers_) {
     text += fmt::format("receiver inc {} life {} at {} state {} serving {}/{} key {}/{} by {}\n",
@@ -813,8 +806,8 @@ uint64_t Model::Fingerprint() const {
   hash = Combine(hash, faults_left_);
   for (const Trainer& t : trainers_) {
     hash = Combine(hash, t.core.Fingerprint());
-    hash = Combine(hash, t.incarnation * 64 + static_cast<uint64_t>(t.at) * 4 +
-                             static_cast<uint64_t>(t.life));
+    hash = Combine(
+        hash, t.incarnation * 64 + static_cast<uint64_t>(t.at) * 4 + static_cast<uint64_t>(t.life));
     hash = Combine(hash, t.term);
     hash = Combine(hash, t.next * 16 + t.slot);
     for (const auto& [id, version] : t.versions) {
@@ -832,7 +825,9 @@ uint64_t Model::Fingerprint() const {
     hash = Combine(hash, r.source * 4 + static_cast<uint64_t>(r.live.torn) * 2 +
                              static_cast<uint64_t>(r.shadow.torn));
     hash = Combine(hash, r.live.id.version * 1024 + r.shadow.id.version);
-    for (const Opened& o : r.opened) hash = Combine(hash, o.incarnation * 4096 + o.generation * 8 + o.read.id.version * 2 + o.read.torn);
+    for (const Opened& o : r.opened)
+      hash = Combine(hash,
+                     o.incarnation * 4096 + o.generation * 8 + o.read.id.version * 2 + o.read.torn);
   }
   for (const auto& [incarnation, arena] : arenas_) {
     for (size_t slot = 0; slot < arena.data.size(); ++slot) {

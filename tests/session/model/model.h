@@ -25,16 +25,16 @@ namespace bascule::testing {
 struct ModelOptions {
   uint32_t trainers = 2;
   uint32_t receivers = 2;
-  uint32_t versions = 2;       // published in each term
+  uint32_t versions = 2;  // published in each term
   uint32_t slots = 2;
-  uint32_t faults = 1;         // crashes or stops, in all
-  bool stops = true;           // a fault may stop a process instead of killing it
+  uint32_t faults = 1;  // crashes or stops, in all
+  bool stops = true;    // a fault may stop a process instead of killing it
   bool coordinator_fails = true;
   bool in_place = false;
   bool only_leader_stops = false;  // every fault stops the engine's rank 0
-  bool clock_runs = true;      // each step takes a millisecond; false: equal states hash alike
-  uint32_t most_updates = 0;   // that one life of rank 0 opens; 0: any number
-  bool replicas = false;       // every trainer holds the whole model
+  bool clock_runs = true;          // each step takes a millisecond; false: equal states hash alike
+  uint32_t most_updates = 0;       // that one life of rank 0 opens; 0: any number
+  bool replicas = false;           // every trainer holds the whole model
 };
 
 struct Content {
@@ -45,12 +45,12 @@ struct Content {
 
 struct Step {
   enum Kind : uint8_t {
-    kTrainer,     // one step of trainer `actor`
-    kReceiver,    // one step of receiver `actor`, with `choice`
-    kTime,        // long enough for everybody silent to be declared gone
-    kKill,        // actor: trainers, then receivers, then the coordinator
+    kTrainer,   // one step of trainer `actor`
+    kReceiver,  // one step of receiver `actor`, with `choice`
+    kTime,      // long enough for everybody silent to be declared gone
+    kKill,      // actor: trainers, then receivers, then the coordinator
     kStop,
-    kRestart,     // a killed one starts again; a stopped one goes on
+    kRestart,  // a killed one starts again; a stopped one goes on
   } kind = kTime;
   uint32_t actor = 0;
   uint32_t choice = 0;
@@ -80,7 +80,16 @@ class Model {
     std::vector<Content> data;
     std::vector<uint64_t> generation;
   };
-  enum class TrainerAt : uint8_t { kJoin, kComplete, kBegin, kEndRevoke, kWrite, kFinish, kHeld, kRest };
+  enum class TrainerAt : uint8_t {
+    kJoin,
+    kComplete,
+    kBegin,
+    kEndRevoke,
+    kWrite,
+    kFinish,
+    kHeld,
+    kRest
+  };
   struct Trainer {
     Life life = Life::kRunning;
     uint64_t incarnation = 0;
@@ -88,14 +97,25 @@ class Model {
     uint64_t heard = 0;  // highest term
     SourceCore core{1};
     uint32_t slot = 0;
-    uint64_t next = 1;     // version
-    uint64_t last = 0;     // version to stop at
+    uint64_t next = 1;  // version
+    uint64_t last = 0;  // version to stop at
     std::map<VersionId, HeldVersion> versions;
     TrainerAt at = TrainerAt::kJoin;
   };
   enum class ReceiverAt : uint8_t {
-    kJoin, kHello, kPoll, kStage, kOpen, kRead, kReadAgain, kVote, kDecide, kDoubt, kSwitch,
-    kFinishSwitch, kAnnounce
+    kJoin,
+    kHello,
+    kPoll,
+    kStage,
+    kOpen,
+    kRead,
+    kReadAgain,
+    kVote,
+    kDecide,
+    kDoubt,
+    kSwitch,
+    kFinishSwitch,
+    kAnnounce
   };
   struct Opened {
     uint64_t incarnation = 0;
