@@ -46,8 +46,8 @@ Agent::~Agent() {
   if (forked()) {
     // The child of a fork has none of the threads: let go of everything without touching it.
     thread_.detach();
-    (void)directory_.release();
-    (void)server_.release();
+    [[maybe_unused]] const auto* directory = directory_.release();
+    [[maybe_unused]] const auto* server = server_.release();
     return;
   }
   (void)Close(Deadline::In(std::chrono::seconds(1)));

@@ -374,7 +374,8 @@ uint64_t DeciderCore::Fingerprint() const {
     hasher.Mix(key);
     hasher.Mix(static_cast<uint64_t>(update.outcome) * 2 + static_cast<uint64_t>(update.available));
     for (const auto& [rank, vote] : update.votes) {
-      hasher.Mix(rank * 2 + static_cast<uint64_t>(vote.ok));
+      hasher.Mix(rank);
+      hasher.Mix(static_cast<uint64_t>(vote.ok));
       hasher.Mix(vote.incarnation);
     }
   }

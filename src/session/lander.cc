@@ -187,7 +187,7 @@ PeerRequest Lander::Request(PeerMethod method, VersionId id) const {
   return request;
 }
 
-Status Lander::Ask(Source* source, PeerRequest request, std::string* answer,
+Status Lander::Ask(Source* source, const PeerRequest& request, std::string* answer,
                    Deadline deadline) const {
   auto reply = source->peer->Call(Encode(request), deadline);
   if (!reply.ok()) {

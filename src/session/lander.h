@@ -121,7 +121,7 @@ class Lander {
   void SplitSums();
   [[nodiscard]] Status OpenSource(Source* source, VersionId id, Deadline deadline);
   [[nodiscard]] bool Unchanged(const Source& source) const;
-  [[nodiscard]] Status Ask(Source* source, PeerRequest request, std::string* answer,
+  [[nodiscard]] Status Ask(Source* source, const PeerRequest& request, std::string* answer,
                            Deadline deadline) const;
   [[nodiscard]] PeerRequest Request(PeerMethod method, VersionId id) const;
   [[nodiscard]] Status CheckChunks(VersionId id, const std::vector<Sum>& sums, Deadline deadline);

@@ -9,6 +9,7 @@
 #include <deque>
 #include <fstream>
 #include <mutex>
+#include <new>
 #include <thread>
 
 #include "bascule/session.h"
@@ -467,7 +468,7 @@ void UpdateImpl::StartRotation(const UpdateKey& key) {
       if (status.code() == Code::kDataLoss && serving) {
         {
           std::lock_guard why(shared->mutex);
-          shared->why_poisoned = status;
+          shared->why_poisoned = std::move(status);
         }
         shared->channel->WithCore([](RankCore& core) { core.Poison(); });
       }
@@ -492,7 +493,8 @@ class ReceiverImpl final : public WeightReceiver {
   explicit ReceiverImpl(std::shared_ptr<ReceiverShared> shared) : shared_(std::move(shared)) {}
   ~ReceiverImpl() override {
     if (shared_->agent && shared_->agent->forked()) {
-      new std::shared_ptr<ReceiverShared>(std::move(shared_));  // the threads are the parent's
+      new (std::nothrow)
+          std::shared_ptr<ReceiverShared>(std::move(shared_));  // the threads are the parent's
       return;
     }
     (void)Close(Deadline::In(std::chrono::seconds(1)));

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <map>
 #include <mutex>
+#include <new>
 #include <optional>
 
 #include "bascule/session.h"
@@ -196,7 +197,7 @@ class SenderImpl final : public WeightSender {
   ~SenderImpl() override {
     if (state_->agent && state_->agent->forked()) {
       // The threads are the parent's: let go without touching anything.
-      new std::shared_ptr<SenderState>(std::move(state_));
+      new (std::nothrow) std::shared_ptr<SenderState>(std::move(state_));
       return;
     }
     (void)Close(Deadline::In(std::chrono::seconds(1)));
@@ -394,7 +395,7 @@ Result<std::unique_ptr<WeightSender>> WeightSender::Connect(const JobOptions& jo
 
   Agent::Options agent;
   agent.job = job;
-  agent.member = member;
+  agent.member = std::move(member);
   agent.template_bytes = world->Serialize();
   SenderState* raw = state.get();
   agent.state = [raw] { return raw->State(); };
