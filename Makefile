@@ -52,7 +52,7 @@ demo: ## Move a real model's weights from trainers to rollout engines, and watch
 .PHONY: test
 test: ## Run the C++ and the Python tests
 	@tools/setup build torch test
-	@$(MAKE) install
+	@$(MAKE) build install
 	ctest --preset release -j $(JOBS) $(CTEST)
 	@if [ -d tests/python ]; then set -x; .venv/bin/python -m pytest $(PYTEST); fi
 
@@ -98,15 +98,23 @@ bench: ## Measure: every number beside the bound of this machine
 	@$(MAKE) build
 	@for bench in $(BENCHES); do echo "==> $(RELEASE)/bench/$$bench"; $(RELEASE)/bench/$$bench; done
 
-.PHONY: build
-build: ## Build the library, tests, benchmarks and Python extension into build/release
+.PHONY: configure
+configure:
 	@tools/setup build
 	@cmake --preset release --log-level=WARNING -DPython_EXECUTABLE=$(VENV_PYTHON) $(DEFINES:%=-D%)
+
+.PHONY: build
+build: configure ## Build the library, tests, benchmarks and Python extension into build/release
 	cmake --build --preset release -j $(JOBS)
+
+# What the Python package is made of, and nothing else: the demo needs no tests.
+.PHONY: extension
+extension: configure
+	cmake --build --preset release -j $(JOBS) --target _bascule
 
 # pip is asked only when something that goes into the package is newer than what it installed.
 .PHONY: install
-install: build ## Install the Python package into .venv
+install: extension ## Install the Python package into .venv
 	@stamp=.venv/.installed-bascule; \
 	if [ ! -e $$stamp ] || [ -n "$$(find pyproject.toml README.md python $(RELEASE) -newer $$stamp -type f \
 	    \( -not -path '$(RELEASE)/*' -not -name '*.pyc' -o -name '*.so' \) -print -quit)" ]; then \
