@@ -124,7 +124,8 @@ std::vector<BoxProduct> ProductsOf(std::vector<Box> boxes, std::vector<IntervalL
     for (size_t i = 1; i < grid[d].size(); ++i) {
       disjoint = disjoint && grid[d][i - 1].end <= grid[d][i].begin;
     }
-    cells = std::min(cells, boxes.size()) * grid[d].size();
+    // Clamped above the number of boxes: no overflow, and too many stays too many.
+    cells = std::min(cells, boxes.size() + 1) * grid[d].size();
   }
   if (disjoint && cells == boxes.size()) return {product_of(grid)};
   std::vector<BoxProduct> products;

@@ -312,5 +312,31 @@ TEST(MapArena, AlignsEachBox) {
   EXPECT_EQ(map.bytes, 256u * 5);
 }
 
+// 3 x 2 x 1 cells, of which a rank holds 4: not a grid, though 4 divides what a clamp left of 6.
+TEST(TemplateOf, BoxesThatFillOnlyPartOfTheirGridStayApart) {
+  Layout layout;
+  layout.tensors.push_back({"t", {5, 3, 3}, DType::kU8});
+  std::vector<std::byte> memory(64);
+  layout.buffers.push_back({"b", memory.data(), memory.size()});
+  const std::vector<Box> boxes{{{0, 1}, {0, 1}, {1, 3}},
+                               {{0, 1}, {1, 2}, {1, 3}},
+                               {{1, 2}, {1, 2}, {1, 3}},
+                               {{3, 4}, {0, 1}, {1, 3}}};
+  for (size_t i = 0; i < boxes.size(); ++i) {
+    Binding binding;
+    binding.box = boxes[i];
+    binding.byte_offset = static_cast<int64_t>(i) * 2;
+    binding.byte_strides = {2, 2, 1};
+    binding.dtype = DType::kU8;
+    layout.bindings.push_back(binding);
+  }
+  auto world = TemplateOf(layout);
+  ASSERT_TRUE(world.ok()) << world.status().ToString();
+  std::vector<Box> held;
+  world->BoxesOf(0, {}, &held);
+  std::sort(held.begin(), held.end());
+  EXPECT_EQ(held, boxes);
+}
+
 }  // namespace
 }  // namespace bascule
