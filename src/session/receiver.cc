@@ -216,7 +216,7 @@ class UpdateImpl final : public Update {
     });
   }
   void ReportLanding();
-  void FinishReport(int64_t commit_start, int64_t stall_start);
+  void FinishReport(int64_t commit_start);
   void StartRotation(const UpdateKey& key);
   [[nodiscard]] Status Tag(const Status& status) const {
     if (status.ok() || status.rank() >= 0) return status;
@@ -323,6 +323,7 @@ Result<bool> UpdateImpl::Ready(Deadline deadline) {
 
 Status UpdateImpl::Decide(Deadline deadline) {
   BASCULE_RETURN_IF_ERROR(shared_->Usable());
+  const int64_t start = NowNs();
   BASCULE_ASSIGN_OR_RETURN(UpdateKey key, Key(deadline));
   if (Served(key)) return Status::Ok();
   // A rank that is still landing keeps the engine waiting, at most to the deadline. One that gives
@@ -353,17 +354,15 @@ Status UpdateImpl::Decide(Deadline deadline) {
                    .WithTensor(why.tensor())
                    .WithPeer(why.peer()));
   }
-  const int64_t start = NowNs();
   Status status = shared_->channel->Decide(key, deadline);
   std::lock_guard lock(mutex_);
-  report_.phases.decide = NowNs() - start;
+  report_.phases.decide += NowNs() - start;  // Commit asks again what Decide has learned
   return Tag(status);
 }
 
 Status UpdateImpl::Commit(Deadline deadline) {
   BASCULE_RETURN_IF_ERROR(shared_->Usable());
   BASCULE_ASSIGN_OR_RETURN(UpdateKey key, Key(deadline));
-  const int64_t stall_start = NowNs();
   BASCULE_RETURN_IF_ERROR(Decide(deadline));
   if (Served(key)) return Status::Ok();
   bool nothing = false;
@@ -382,7 +381,7 @@ Status UpdateImpl::Commit(Deadline deadline) {
     shared_->why_poisoned = status;
   }
   shared_->channel->WithCore([&](RankCore& core) { core.EndCommit(key, status.ok()); });
-  FinishReport(commit_start, stall_start);
+  FinishReport(commit_start);
   shared_->channel->AnnounceServing(Deadline::In(milliseconds(500)));
   shared_->agent->BeatSoon();
   if (!status.ok()) {
@@ -444,11 +443,11 @@ void UpdateImpl::ReportLanding() {
   report_.peak_extra_bytes = lander.shadow_bytes();
 }
 
-void UpdateImpl::FinishReport(int64_t commit_start, int64_t stall_start) {
+void UpdateImpl::FinishReport(int64_t commit_start) {
   std::lock_guard lock(mutex_);
   const int64_t now = NowNs();
   if (report_.phases.commit == 0) report_.phases.commit = now - commit_start;
-  report_.phases.stall = now - stall_start;
+  report_.phases.stall = report_.phases.decide + now - commit_start;
   report_.commit_end_ns = WallNs();
   if (report_.publish_start_ns > 0) {
     report_.ewtt_ns = report_.commit_end_ns - report_.publish_start_ns;
