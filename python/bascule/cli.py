@@ -37,7 +37,13 @@ def _root(
     del version
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],  # the demo has a help of its own
+    }
+)
 def demo(context: typer.Context) -> None:
     """Move a real model's weights on this machine, and watch it."""
     try:

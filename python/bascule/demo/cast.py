@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import dataclasses
 import secrets
 import time
 from collections.abc import Sequence
@@ -22,6 +22,7 @@ E0_RANKS = 3
 _PADDING = 64 * E0_RANKS
 _JOIN_SECONDS = 180.0
 # What the processes are, in this package.
+_COORDINATOR = "coordinator:Coordinator"
 _TRAINER = "trainer:Trainer"
 _E0_RANK = "rollout_e0:TensorParallelRank"
 _E1 = "rollout_e1:PlainRank"
@@ -44,12 +45,10 @@ class Cast:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._name = f"demo-{secrets.token_hex(4)}"
-        self._token = folder / "token"
-        self._token.write_text(secrets.token_hex(16))
+        self._job = bascule.Job(name=f"demo-{secrets.token_hex(4)}", token=secrets.token_hex(16))
+        self._address = "127.0.0.1:0"
         self._all: list[Child] = []
         self._lives = 0  # of the trainer world
-        self._address = "127.0.0.1:0"
         self.start_coordinator()
         self.trainers = [self._start(_TRAINER, f"trainer {r}") for r in range(TRAINERS)]
         self.e1 = self._start(_E1, "e1")
@@ -91,23 +90,11 @@ class Cast:
         self.gather(self.rollouts, _JOIN_SECONDS)
 
     def start_coordinator(self) -> None:
-        """Run ``bascule serve``, the second time at the address of the first."""
-        options = ["--name", self._name, "--listen", self._address]
-        options += ["--token-file", str(self._token)]
-        self.coordinator = self._keep(
-            Child(
-                "coordinator",
-                ["-c", "from bascule.cli import main; main()", "serve", *options],
-                self._folder,
-                piped=False,
-            )
-        )
-        end = time.monotonic() + 60
-        while (found := re.search(r" at (\S+:\d+)", self.coordinator.output)) is None:
-            if time.monotonic() > end or not self.coordinator.alive:
-                raise self.coordinator.failure("does not serve")
-            time.sleep(0.05)
-        self._address = found[1]
+        """Start the coordinator, the second time at the address of the first."""
+        self.coordinator = self._start(_COORDINATOR, "coordinator")
+        self.coordinator.ask("begin", job=dataclasses.replace(self._job, listen=self._address))
+        self._address = self.coordinator.ask("address")
+        self._job = dataclasses.replace(self._job, coordinator=self._address)
 
     # ---- further lives
 
@@ -157,27 +144,23 @@ class Cast:
 
     def end(self, seconds: float) -> None:
         """End all processes: politely for some seconds, then by SIGKILL."""
-        for child in reversed(self._all):
-            if child is not self.coordinator:
-                child.hang_up()
+        members = [child for child in self._all if child is not self.coordinator]
+        for child in members:
+            child.hang_up()
         end = time.monotonic() + seconds
-        for child in reversed(self._all):
+        for child in [*members, self.coordinator]:
             child.end(max(0.0, end - time.monotonic()))
 
     # ---- in short
 
     def _start(self, role: str, name: str) -> Child:
-        command = ["-m", "bascule.demo.child", f"bascule.demo.{role}"]
-        return self._keep(Child(name, command, self._folder))
-
-    def _keep(self, child: Child) -> Child:
+        child = Child(name, role, self._folder)
         self._all.append(child)
         return child
 
     def _tell(self, child: Child, **options: Any) -> None:
         """Send the options that a process begins with."""
-        job = bascule.Job(name=self._name, coordinator=self._address, token=self._token.read_text())
-        child.tell("begin", job=job, **options)
+        child.tell("begin", job=self._job, **options)
 
     def _tell_e0(self, rank: int) -> None:
         vocabulary = self._model.config["vocab_size"]

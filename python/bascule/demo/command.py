@@ -6,7 +6,6 @@ import importlib.util
 from enum import StrEnum
 from typing import Annotated
 
-import click
 import typer
 from rich.console import Console
 
@@ -44,7 +43,7 @@ def _demo(
     device: Annotated[_Device, typer.Option(help="Where the model runs.")] = _Device.CPU,
     quick: Annotated[bool, typer.Option("--quick", help="Two updates, and no kills.")] = False,
     seed: Annotated[int, typer.Option(help="Of random weights.")] = 0,
-) -> int:
+) -> None:
     """Move a real model's weights from two trainers to two engines, and watch it.
 
     Each update is compared bit for bit with what the trainers had, by code that shares nothing
@@ -59,13 +58,14 @@ def _demo(
             f"The demo needs {', '.join(missing)}, which this Python does not have.\n"
             "`make demo` installs everything and runs it; or: pip install 'bascule\\[demo]'"
         )
-        return 1
+        raise typer.Exit(1)
     # Not before it is known that torch and transformers are there.
     from bascule.demo.run import Options, run
 
-    return run(
-        Options(model=model.value, updates=2 if quick else updates, kills=not quick, seed=seed)
+    options = Options(
+        model=model.value, updates=2 if quick else updates, kills=not quick, seed=seed
     )
+    raise typer.Exit(run(options))
 
 
 def main(args: list[str]) -> int:
@@ -82,12 +82,7 @@ def main(args: list[str]) -> int:
         The exit code.
     """
     try:
-        code = app(args, prog_name="bascule demo", standalone_mode=False)
-    except click.exceptions.Exit as end:
-        return end.exit_code
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        return 130
-    return int(code or 0)
+        app(args, prog_name="bascule demo")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    return 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,11 +14,13 @@ from typing import Any, Protocol
 
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging
 
-__all__ = ["PROMPT", "Prepared", "prepare"]
+__all__ = ["PROMPT", "TITLES", "Prepared", "prepare"]
 
 PROMPT = "When on board H.M.S. 'Beagle,' as naturalist, I was"
+TITLES = {"smollm2": "SmolLM2-135M-Instruct", "tiny": "a tiny random Llama"}
+
+_LEARNING_RATES = {"smollm2": 5e-5, "tiny": 3e-3}
 _TOKENS_A_RANK = 128
 
 
@@ -26,7 +30,6 @@ class Prepared:
 
     Attributes
     ----------
-    title : str
     folder : Path
         Of the checkpoint, as transformers writes it.
     config : dict
@@ -39,7 +42,6 @@ class Prepared:
         From tokens to text.
     """
 
-    title: str
     folder: Path
     config: dict[str, Any]
     texts: list[list[int]]
@@ -62,23 +64,16 @@ def prepare(model: str, folder: Path, *, trainers: int, seed: int) -> Prepared:
     seed
         Of random weights.
     """
-    progress: Any = logging
-    progress.disable_progress_bar()
-    if model == "tiny":
-        title, rate = "a tiny random Llama", 3e-3
-        tokenizer = _write_tiny(folder, seed)
-    else:
-        title, rate = "SmolLM2-135M-Instruct", 5e-5
-        tokenizer = _write_smollm2(folder)
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+        tokenizer = _write_tiny(folder, seed) if model == "tiny" else _write_smollm2(folder)
     tokens = tokenizer.encode(files("bascule.demo").joinpath("text.txt").read_text("utf-8"))
     length = min(_TOKENS_A_RANK, len(tokens) // trainers)
     return Prepared(
-        title=title,
         folder=folder,
         config=json.loads((folder / "config.json").read_text()),
         texts=[tokens[rank * length : (rank + 1) * length] for rank in range(trainers)],
         prompt=tokenizer.encode(PROMPT),
-        learning_rate=rate,
+        learning_rate=_LEARNING_RATES[model],
         decode=tokenizer.decode,
     )
 

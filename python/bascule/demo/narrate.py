@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import bascule
 from bascule.demo.measure import MemcpyRate
 
 __all__ = ["Narrator", "Row"]
+
+_WIDTH = 100
 
 _COLUMNS = (
     ("version", 7),
@@ -79,21 +82,26 @@ class Narrator:
 
     def opening(self, title: str, rate: MemcpyRate) -> None:
         """Say who takes part and what the columns mean."""
+        gigabytes = rate.bytes_per_second / 1e9
         self.say(
             f"[bold]Two trainers, two engines, one model: {title}[/]\n"
-            "  trainers  2 processes, FSDP2 on the CPU, fp32 masters, AdamW; they publish in bf16\n"
-            "  e0        3 processes, tensor parallel, fused QKV and gate/up, padded, in bf16\n"
-            "  e1        1 process, a float32 module; it writes text while the next version lands\n"
-        )
-        self.say(
-            "Times in ms, the slowest rank's. publish: the snapshot, after which training goes on. "
-            "stage: landing\nbeside the live weights. verify: checks beyond those of the copying "
-            "passes (update 1 checks all twice).\ncommit: the switch. stall: how long an engine "
-            "was paused. EWTT: from the first publish to the last\ncommit. bound: what these bytes "
-            "need at the rate of plain memcpy, which is "
-            f"{rate.bytes_per_second / 1e9:.1f} GB/s here ({rate.threads} threads, measured "
-            "just now).\nTraining, writing and checking compete for the same "
-            f"{rate.cores} cores meanwhile, so EWTT is above the bound.\n"
+            "  trainers  2 processes: FSDP2 on the CPU, fp32 masters, AdamW; they publish in bf16\n"
+            "  e0        3 processes: tensor parallel, fused QKV and gate/up, padded, in bf16\n"
+            "  e1        1 process:   a float32 module, which writes text all the time\n"
+            "\n"
+            "Each update is compared, bit for bit, with what the trainers had. Times are in ms,\n"
+            "the slowest rank's:\n"
+            "  publish  the snapshot; then training goes on\n"
+            "  stage    landing beside the live weights, while e1 goes on writing\n"
+            "  verify   checks that are no part of those copies; most at an engine's first update\n"
+            "  commit   the switch to the new weights\n"
+            "  stall    how long an engine was paused: decision, switch, first audit\n"
+            "  EWTT     from the first publish to the last commit\n"
+            f"  bound    the same bytes by plain memcpy, {gigabytes:.1f} GB/s here just now "
+            f"({rate.threads} threads)\n"
+            f"Training, writing and checking compete for {rate.cores} cores with all of that.\n"
+            "\n"
+            "[dim]Starting the processes and reading the model ...[/]\n"
         )
 
     def row(self, row: Row) -> None:
@@ -113,7 +121,8 @@ class Narrator:
 
     def note(self, text: str) -> None:
         """Print a line that belongs to the one above."""
-        self.say(f"         [dim]{escape(text)}[/]")
+        for line in textwrap.wrap(text, _WIDTH - 9):
+            self.say(f"         [dim]{escape(line)}[/]")
 
     def headline(self, text: str) -> None:
         """Begin a kill."""
@@ -121,11 +130,17 @@ class Narrator:
 
     def told(self, who: str, code: str, message: str) -> None:
         """Print what the library answered."""
-        self.say(f"  {escape(who)} is told [yellow]{code}[/]: {escape(message)}")
+        text = textwrap.fill(
+            f"{who} is told {code}: {message}",
+            _WIDTH,
+            initial_indent="  ",
+            subsequent_indent="    ",
+        )
+        self.say(escape(text).replace(code, f"[yellow]{code}[/]", 1))
 
     def then(self, text: str) -> None:
         """Print what happened next."""
-        self.say(f"  {escape(text)}")
+        self.say(escape(textwrap.indent(textwrap.fill(text, _WIDTH - 2), "  ")))
 
     def closing(self, failures: Sequence[str]) -> None:
         """Say how it ended."""

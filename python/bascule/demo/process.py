@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
 __all__ = ["Child", "DemoError", "RefusedError"]
+
+_ROLES = "bascule.demo."
 
 
 class DemoError(Exception):
@@ -40,44 +42,30 @@ class Child:
     ----------
     name
         For messages.
-    command
-        Arguments of the Python interpreter.
+    role
+        ``"module:class"`` in this package; see `bascule.demo.child`.
     folder
         Where its output goes.
-    piped
-        Whether it takes calls: the number of its end of the pipe is then its last argument.
     """
 
-    def __init__(self, name: str, command: list[str], folder: Path, *, piped: bool = True) -> None:
+    def __init__(self, name: str, role: str, folder: Path) -> None:
         self.name = name
         self._log = folder / f"{name.replace(' ', '-')}-{time.monotonic_ns()}.log"
-        self._pipe: Connection | None = None
-        theirs: Connection | None = None
-        descriptors: tuple[int, ...] = ()
-        if piped:
-            self._pipe, theirs = Pipe()
-            descriptors = (theirs.fileno(),)
-        with self._log.open("wb") as log:
+        self._pipe, theirs = Pipe()
+        with theirs, self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", *command, *map(str, descriptors)],
+                [sys.executable, "-m", "bascule.demo.child", _ROLES + role, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=descriptors,
+                pass_fds=[theirs.fileno()],
                 env=_environment(),
             )
-        if theirs is not None:
-            theirs.close()
 
     @property
     def pid(self) -> int:
         """The number of the process."""
         return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        """Whether it has not ended."""
-        return self._process.poll() is None
 
     @property
     def output(self) -> str:
@@ -86,7 +74,6 @@ class Child:
 
     def tell(self, method: str, **arguments: Any) -> None:
         """Call a method without waiting for its answer."""
-        assert self._pipe is not None
         try:
             self._pipe.send((method, arguments))
         except OSError as error:
@@ -107,7 +94,6 @@ class Child:
         DemoError
             No answer came in time, or the process ended.
         """
-        assert self._pipe is not None
         try:
             if not self._pipe.poll(timeout):
                 raise self.failure(f"did not answer within {timeout:.0f} s")
@@ -151,11 +137,7 @@ class Child:
 
     def hang_up(self) -> None:
         """Close the pipe, upon which the process ends by itself."""
-        if self._pipe is not None:
-            self._pipe.close()
-            self._pipe = None
-        elif self._process.poll() is None:
-            self._process.terminate()
+        self._pipe.close()
 
     def end(self, timeout: float = 5.0) -> None:
         """End it: politely for ``timeout`` seconds, then by SIGKILL."""
@@ -168,6 +150,7 @@ class Child:
 def _environment() -> dict[str, str]:
     return {
         **os.environ,
+        "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",  # eight processes share a few cores
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",

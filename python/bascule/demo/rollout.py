@@ -24,15 +24,12 @@ class Followed:
     ----------
     report
         Of the library.
-    writer
-        Which version wrote `tokens` while the next one landed, or why none might.
     tokens
-        What it wrote.
+        How many tokens it wrote while the version landed; None when it served nothing then.
     """
 
     report: bascule.Report
-    writer: bascule.VersionId | str
-    tokens: list[int]
+    tokens: int | None
 
 
 class Rollout:
@@ -67,13 +64,9 @@ class Rollout:
         """Return what the live weights are."""
         return self._receiver.serving
 
-    def why_not_servable(self) -> str | None:
-        """Return why the engine may not generate, or None if it may."""
-        try:
-            self._receiver.check_engine_servable()
-        except bascule.Error as error:
-            return str(error)
-        return None
+    def check_engine_servable(self) -> None:
+        """Raise why the engine may not generate, if it may not."""
+        self._receiver.check_engine_servable()
 
     def poll(self, timeout: float = 30.0) -> bascule.VersionId | None:
         """Ask for something newer, and leave it alone."""
@@ -81,7 +74,7 @@ class Rollout:
         return None if update is None else update.id
 
     def update(
-        self, commit_timeout: float = 60.0, meanwhile: Callable[[], object] = lambda: None
+        self, commit_timeout: float = 60.0, meanwhile: Callable[[], object] | None = None
     ) -> bascule.Report | None:
         """Move to the newest version.
 
@@ -90,7 +83,7 @@ class Rollout:
         commit_timeout
             Seconds that the ranks which are ready wait for the others at the end.
         meanwhile
-            What the rank goes on doing while the version lands beside the live weights.
+            What the rank goes on doing, again and again, while the version lands.
 
         Returns
         -------
@@ -101,7 +94,8 @@ class Rollout:
         if update is None:
             return None
         update.stage()
-        meanwhile()
+        while meanwhile is not None and self._receiver.state is bascule.ReceiverState.STAGING:
+            meanwhile()
         update.wait_staged()
         for _ in range(_READY_CALLS):
             if update.ready():

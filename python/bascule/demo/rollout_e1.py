@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,38 +38,38 @@ class PlainRank(Rollout):
     def __init__(self, job: bascule.Job, model: Path, prompt: list[int], seed: int) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(seed)
-        self._model: Any = LlamaForCausalLM(LlamaConfig.from_pretrained(model)).eval()
+        self._model = _random_module(model).eval()
         self._prompt = torch.tensor([prompt])
+        self._text = self._continue_prompt()
         super().__init__(self.connect(job, "e1", 0, 1, layout_of(self._model)))
 
-    def follow(self, new_tokens: int) -> Followed | None:
-        """Move to the newest version, writing on with the old one while it lands."""
-        writer: bascule.VersionId | str = ""
-        tokens: list[int] = []
+    def follow(self) -> Followed | None:
+        """Move to the newest version; while it lands, go on with the text of the old one."""
+        written = 0
 
         def write() -> None:
-            nonlocal writer, tokens
-            serving = self.serving()
-            if serving is None:
-                writer = self.why_not_servable() or ""
-            else:
-                writer, tokens = serving, self.generate(new_tokens)
+            nonlocal written
+            next(self._text)
+            written += 1
 
-        report = self.update(meanwhile=write)
-        return None if report is None else Followed(report, writer, tokens)
+        serves = self._receiver.servable
+        report = self.update(meanwhile=write if serves else None)
+        return None if report is None else Followed(report, written if serves else None)
 
-    def generate(self, new_tokens: int) -> list[int]:
-        """Continue the prompt, always with the likeliest token."""
-        with torch.inference_mode():
-            tokens = self._model.generate(
-                self._prompt,
-                attention_mask=torch.ones_like(self._prompt),
-                max_new_tokens=new_tokens,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        return [int(token) for token in tokens[0, self._prompt.shape[1] :]]
+    def write(self, tokens: int) -> list[int]:
+        """Begin a text and return its first tokens after the prompt."""
+        self._receiver.check_servable()
+        self._text = self._continue_prompt()
+        return list(itertools.islice(self._text, tokens))
+
+    def _continue_prompt(self) -> Iterator[int]:
+        """Write on and on, always the likeliest token."""
+        tokens, cache = self._prompt, None
+        while True:
+            with torch.inference_mode():
+                output = self._model(tokens, past_key_values=cache, use_cache=True)
+            tokens, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
+            yield int(tokens)
 
     def wrong_parameters(self, reference: Path) -> list[str]:
         """Compare the live parameters with the trainers' state dict, in place."""
@@ -79,3 +81,7 @@ class PlainRank(Rollout):
         with torch.inference_mode():
             logits: npt.NDArray[np.float32] = self._model(self._prompt).logits.numpy()
             return logits
+
+
+def _random_module(model: Path) -> Any:
+    return LlamaForCausalLM(LlamaConfig.from_pretrained(model))

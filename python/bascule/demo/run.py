@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -18,7 +19,7 @@ import bascule
 from bascule.demo.cast import TRAINERS, Cast
 from bascule.demo.kills import kill_a_rollout_rank, kill_a_trainer_rank, kill_the_coordinator
 from bascule.demo.measure import measure_memcpy
-from bascule.demo.model import prepare
+from bascule.demo.model import TITLES, prepare
 from bascule.demo.narrate import Narrator
 from bascule.demo.process import DemoError, RefusedError
 from bascule.demo.story import Story
@@ -57,6 +58,7 @@ def run(options: Options) -> int:
         What the command line says.
     """
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it cleans up then, too
     narrator = Narrator()
     try:
         with tempfile.TemporaryDirectory(prefix="bascule-demo-") as folder:
@@ -70,9 +72,9 @@ def run(options: Options) -> int:
 def _play(options: Options, narrator: Narrator, folder: Path) -> list[str]:
     """Return what went wrong."""
     rate = measure_memcpy()
+    narrator.opening(TITLES[options.model], rate)
     with Cast(folder) as cast, _watchdog(cast, folder):
         model = prepare(options.model, folder / "model", trainers=TRAINERS, seed=options.seed)
-        narrator.opening(model.title, rate)
         cast.join(model, options.seed)
         story = Story(cast, model, narrator, folder, rate)
         story.begin_step()

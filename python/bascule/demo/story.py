@@ -16,7 +16,7 @@ from bascule.demo.rollout import Followed
 
 __all__ = ["Story"]
 
-_NEW_TOKENS = 20  # that e1 writes while a version lands
+_TOKENS = 16  # of the line that e1 writes after an update
 
 
 class Story:
@@ -81,7 +81,7 @@ class Story:
 
     def begin_e1(self) -> None:
         """Let e1 move to the newest version, in the background."""
-        self.cast.e1.tell("follow", new_tokens=_NEW_TOKENS)
+        self.cast.e1.tell("follow")
 
     def end_e1(self) -> Followed:
         """Wait until e1 has moved."""
@@ -108,7 +108,7 @@ class Story:
         reports = self.move_e0()
         followed = self.end_e1()
         self.show(published, [*reports, followed.report])
-        self.narrator.note(f"loss {loss:.3f}   {self._written(followed)}")
+        self.narrator.note(f"loss {loss:.3f}. {self._written(followed)}")
 
     def show(self, published: Sequence[bascule.Report], followed: Sequence[bascule.Report]) -> None:
         """Prove that both engines serve the newest version, and print what that took."""
@@ -152,7 +152,8 @@ class Story:
         self.require(self._losses[-1] < self._losses[0], f"the loss fell: {self._losses}")
 
     def _written(self, followed: Followed) -> str:
-        if isinstance(followed.writer, str):
-            return f"e1 may not write yet: {followed.writer}"
-        text = " ".join(self._model.decode(followed.tokens).split())
-        return f"e1, serving {followed.writer.version}, wrote: ... {text}"
+        tokens = self.cast.e1.ask("write", tokens=_TOKENS)
+        line = " ".join(self._model.decode(tokens).split()) or "(blanks)"
+        if followed.tokens is None:
+            return f"e1 writes now: ... {line}"
+        return f"e1 wrote {followed.tokens} tokens meanwhile, and now: ... {line}"
