@@ -351,31 +351,49 @@ TEST(CpuExecutor, StreamsCastsPastTheCacheWithEqualBytes) {
   }
 }
 
-TEST(CpuExecutor, CoordinatePatternLandsWhereItSays) {
-  // Each element is its own index in the tensor, so that a wrong one tells where it came from.
-  constexpr int64_t kRows = 300;
-  constexpr int64_t kColumns = 500;
-  std::vector<int32_t> source(kRows * kColumns);
-  std::iota(source.begin(), source.end(), 0);
-  // Transposed: target is [columns][rows].
+// Each element is its own index in the tensor, so that a wrong one tells where it came from.
+void ExpectTransposed(int32_t rows, int32_t columns, bool target_is_turned) {
+  const int64_t count = int64_t{rows} * columns;
+  std::vector<int32_t> dense(static_cast<size_t>(count));
+  std::vector<int32_t> turned(dense.size());
+  std::iota(dense.begin(), dense.end(), 0);
+  for (int32_t row = 0; row < rows; ++row) {
+    for (int32_t column = 0; column < columns; ++column) {
+      turned[static_cast<size_t>(int64_t{column} * rows + row)] = row * columns + column;
+    }
+  }
+  const std::vector<int32_t>& source = target_is_turned ? dense : turned;
+  const std::vector<int32_t>& expected = target_is_turned ? turned : dense;
   CopyShape shape;
   shape.ndim = 2;
-  shape.extents = {kRows, kColumns};
-  shape.source_strides = {kColumns * 4, 4};
-  shape.target_strides = {4, kRows * 4};
-  shape.tensor_strides = {kColumns, 1};
+  shape.extents = {rows, columns};
+  shape.source_strides = {columns * int64_t{4}, 4};
+  shape.target_strides = {4, rows * int64_t{4}};
+  if (!target_is_turned) std::swap(shape.source_strides, shape.target_strides);
+  shape.tensor_strides = {columns, 1};
   shape.source = shape.wire = shape.target = DType::kI32;
   CopyProgram program;
-  program.Add(shape, {});
+  program.Add(shape, {.sum = 0, .tensor_key = 3});
+  program.sums = 1;
   std::vector<int32_t> target(source.size(), -1);
-  const ConstMemory from{reinterpret_cast<std::byte*>(source.data()), source.size() * 4};
+  const ConstMemory from{reinterpret_cast<const std::byte*>(source.data()), source.size() * 4};
   const Memory to{reinterpret_cast<std::byte*>(target.data()), target.size() * 4};
+  Sum sum;
   CpuExecutor executor(2);
-  ASSERT_TRUE(executor.Run(program, {&from, 1}, {&to, 1}, {}).ok());
-  for (int32_t row = 0; row < kRows; ++row) {
-    for (int32_t column = 0; column < kColumns; ++column) {
-      ASSERT_EQ(target[static_cast<size_t>(column * kRows + row)], row * kColumns + column);
-    }
+  ASSERT_TRUE(executor.Run(program, {&from, 1}, {&to, 1}, {&sum, 1}).ok());
+  const auto wrong = std::mismatch(target.begin(), target.end(), expected.begin());
+  ASSERT_EQ(wrong.first, target.end()) << "element " << wrong.first - target.begin() << " is "
+                                       << *wrong.first << ", not " << *wrong.second;
+  ASSERT_EQ(sum, (Sum{DigestRun(dense.data(), 0, count, 4, 3), static_cast<uint64_t>(count)}));
+}
+
+TEST(CpuExecutor, CoordinatePatternLandsWhereItSays) {
+  for (bool target_is_turned : {false, true}) {
+    ExpectTransposed(300, 500, target_is_turned);
+    ExpectTransposed(1, 7, target_is_turned);
+    // Past the last-level cache: lines of tiles are stored non-temporally.
+    ExpectTransposed(4096, 4160, target_is_turned);
+    ExpectTransposed(4099, 4103, target_is_turned);
   }
 }
 

@@ -49,14 +49,10 @@ void CopyStrided(int64_t width, const std::byte* from, Strides from_strides, std
   }
 }
 
-// Between a strided and a dense tile; the strided side's lines are walked one after the other.
-void CopyTile(int64_t width, const std::byte* from, Strides from_strides, std::byte* to,
-              Strides to_strides, int64_t rows, int64_t columns, bool rows_inside) {
-  if (from_strides.row == width && to_strides.column == width) {
-    TransposeTile(width, from, from_strides.column, columns, rows, to, to_strides.row);
-  } else if (from_strides.column == width && to_strides.row == width) {
-    TransposeTile(width, from, from_strides.row, rows, columns, to, to_strides.column);
-  } else if (rows_inside) {
+// Walks the lines along which the strided side lies closer one after the other.
+void CopyElements(int64_t width, const std::byte* from, Strides from_strides, std::byte* to,
+                  Strides to_strides, int64_t rows, int64_t columns, Strides strided) {
+  if (rows > 1 && strided.row < strided.column) {
     CopyStrided(width, from, {from_strides.column, from_strides.row}, to,
                 {to_strides.column, to_strides.row}, columns, rows);
   } else {
@@ -162,6 +158,13 @@ float Apply(LandingFunction function, float value) {
 }
 
 }  // namespace
+
+OpRunner::OpRunner(const CopyProgram& program, RunMode mode, bool stream)
+    : program_(program), mode_(mode), stream_(stream) {
+  KernelSpec bytes;
+  bytes.digest = false;
+  turning_ = FindRowKernel(bytes);
+}
 
 OpPlan PlanOf(const CopyShape& shape, RunMode mode) {
   OpPlan plan;
@@ -314,7 +317,7 @@ void OpRunner::PrefetchTileAt(const Position& at, int64_t rows, int64_t columns)
   const size_t last = plan_.ndim - 1;
   const Strides source{plan_.source_strides[last - 1], plan_.source_strides[last]};
   PrefetchTile<0>(at.source, source, plan_.source_bytes, rows, columns);
-  if (!plan_.store) return;
+  if (!plan_.store || stream_) return;
   const Strides target{plan_.target_strides[last - 1], plan_.target_strides[last]};
   PrefetchTile<1>(at.target, target, plan_.target_bytes, rows, columns);
 }
@@ -346,8 +349,7 @@ Sum OpRunner::DenseRows(const RowBlock& block) {
 }
 
 Sum OpRunner::Tile(const Position& at, int64_t rows, int64_t run, uint64_t tensor_key) {
-  const size_t last = plan_.ndim - 1;
-  const size_t above = plan_.ndim < 2 ? last : plan_.ndim - 2;
+  const size_t above = plan_.ndim < 2 ? 0 : plan_.ndim - 2;
   RowBlock block;
   block.source = at.source;
   block.source_stride = plan_.source_strides[above];
@@ -360,31 +362,73 @@ Sum OpRunner::Tile(const Position& at, int64_t rows, int64_t run, uint64_t tenso
   block.first = at.first;
   block.tensor_key = tensor_key;
   if (!plan_.source_dense) Gather(&block);
-  if (plan_.target_dense) return plan_.in_two ? InTwo(block) : DenseRows(block);
+  if (plan_.target_dense) {
+    block.stream = stream_;
+    return plan_.in_two ? InTwo(block) : DenseRows(block);
+  }
 
-  const Strides dense{run * plan_.target_bytes, plan_.target_bytes};
-  const Strides strided{plan_.target_strides[above], plan_.target_strides[last]};
-  block.target = Grown(&scattered_, rows * dense.row);
-  block.target_stride = dense.row;
+  std::byte* const target = block.target;
+  block.target_stride = run * plan_.target_bytes;
+  block.target = Grown(&scattered_, rows * block.target_stride);
   const Sum sum = plan_.in_two ? InTwo(block) : DenseRows(block);
-  CopyTile(plan_.target_bytes, block.target, dense, at.target, strided, rows, run,
-           rows > 1 && strided.row < strided.column);
+  Scatter(block, target);
   return sum;
 }
 
 void OpRunner::Gather(RowBlock* block) {
-  const size_t last = plan_.ndim - 1;
-  const Strides strided{block->source_stride, plan_.source_strides[last]};
-  const Strides dense{block->run * plan_.source_bytes, plan_.source_bytes};
+  const int64_t width = plan_.source_bytes;
+  const Strides strided{block->source_stride, plan_.source_strides[plan_.ndim - 1]};
+  const Strides dense{block->run * width, width};
   std::byte* const gathered = Grown(&gathered_, block->rows * dense.row);
-  CopyTile(plan_.source_bytes, block->source, strided, gathered, dense, block->rows, block->run,
-           block->rows > 1 && strided.row < strided.column);
+  if (strided.row == width && block->rows > 1) {
+    const RowBlock lines = Turned(*block, width, strided.column);
+    turning_(lines);
+    TransposeTile(width, lines.target, lines.target_stride, lines.rows, lines.run, gathered,
+                  dense.row);
+  } else {
+    CopyElements(width, block->source, strided, gathered, dense, block->rows, block->run, strided);
+  }
   block->source = gathered;
   block->source_stride = dense.row;
 }
 
+void OpRunner::Scatter(const RowBlock& block, std::byte* target) {
+  const int64_t width = plan_.target_bytes;
+  const size_t last = plan_.ndim - 1;
+  const Strides strided{plan_.target_strides[plan_.ndim < 2 ? last : last - 1],
+                        plan_.target_strides[last]};
+  const Strides dense{block.target_stride, width};
+  if (strided.row == width && block.rows > 1) {
+    RowBlock lines = Turned(block, width, strided.column);
+    std::swap(lines.source_stride, lines.target_stride);
+    lines.source = lines.target;
+    lines.target = target;
+    lines.stream = stream_;
+    TransposeTile(width, block.target, dense.row, block.rows, block.run, turned_.data(),
+                  lines.source_stride);
+    turning_(lines);
+  } else {
+    CopyElements(width, block.target, dense, target, strided, block.rows, block.run, strided);
+  }
+}
+
+// The lines of the strided side of a transposed tile, to be copied to a dense buffer. They go by
+// the row kernels, which prefetch and stream; tiles are turned in the cache.
+RowBlock OpRunner::Turned(const RowBlock& block, int64_t width, int64_t line_stride) {
+  RowBlock lines;
+  lines.source = block.source;
+  lines.source_stride = line_stride;
+  lines.run = block.rows;
+  lines.rows = block.run;
+  lines.element_bytes = width;
+  lines.target_stride = block.rows * width;
+  lines.target = Grown(&turned_, lines.rows * lines.target_stride);
+  return lines;
+}
+
 Sum OpRunner::InTwo(const RowBlock& block) {
   RowBlock to_wire = block;
+  to_wire.stream = false;
   to_wire.target_stride = block.run * plan_.wire_bytes;
   to_wire.target = Grown(&wire_, block.rows * to_wire.target_stride);
   const Sum sum = DenseRows(to_wire);

@@ -54,8 +54,7 @@ struct OpPlan {
 
 class OpRunner {
  public:
-  OpRunner(const CopyProgram& program, RunMode mode, bool stream)
-      : program_(program), mode_(mode), stream_(stream) {}
+  OpRunner(const CopyProgram& program, RunMode mode, bool stream);
 
   // Elements [begin, end) of the operation, in the order of its plan. Returns their sum: zero
   // where `digest` is false.
@@ -80,6 +79,8 @@ class OpRunner {
   void PrefetchTileAt(const Position& at, int64_t rows, int64_t columns) const;
   [[nodiscard]] Sum Tile(const Position& at, int64_t rows, int64_t run, uint64_t tensor_key);
   void Gather(RowBlock* block);
+  void Scatter(const RowBlock& block, std::byte* target);
+  [[nodiscard]] RowBlock Turned(const RowBlock& block, int64_t width, int64_t line_stride);
   [[nodiscard]] Sum InTwo(const RowBlock& block);
   void LandRow(const std::byte* wire, std::byte* target, int64_t count) const;
 
@@ -89,6 +90,8 @@ class OpRunner {
   bool digest_ = false;
   uint32_t planned_ = kNoSum;
   OpPlan plan_;
+  RowKernel turning_ = nullptr;  // copies lines of transposed tiles
+  std::vector<std::byte> turned_;
   std::vector<std::byte> gathered_;   // a tile in the source's dtype
   std::vector<std::byte> wire_;       // ... in wire codes, where in_two
   std::vector<std::byte> scattered_;  // ... in the target's dtype
