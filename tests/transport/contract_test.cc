@@ -100,7 +100,7 @@ TEST_P(TransportContract, ACallThatTimedOutDoesNotPoisonLaterOnes) {
   Status status = peer->Call("slow", Deadline::In(milliseconds(50))).status();
   EXPECT_EQ(status.code(), Code::kDeadlineExceeded);
   EXPECT_THAT(status.peer(), HasSubstr("trainer 0"));
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(15));
   // Queued behind the slow one on this connection: also ends by its own deadline.
   EXPECT_EQ(peer->Call("queued", Deadline::In(milliseconds(50))).status().code(),
             Code::kDeadlineExceeded);

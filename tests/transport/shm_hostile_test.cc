@@ -27,7 +27,7 @@ using ::testing::HasSubstr;
 class HostileClients : public ::testing::Test {
  protected:
   void SetUp() override {
-    limits_.handshake_timeout = milliseconds(500);
+    limits_.handshake_timeout = milliseconds(2000);
     limits_.stall_timeout = milliseconds(500);
     limits_.max_unauthenticated = 16;
     limits_.max_connections = 64;
@@ -103,14 +103,13 @@ TEST_F(HostileClients, TruncatedHandshakesEndByTheirDeadline) {
 TEST_F(HostileClients, TricklingDoesNotExtendTheHandshake) {
   std::string hello = EncodeFrame(FrameType::kHello, 0, shm::Encode(RawClient::GoodHello()));
   RawClient client(address_);
-  auto start = std::chrono::steady_clock::now();
   size_t sent = 0;
   while (!client.IsClosed(0) && sent < hello.size()) {
     (void)client.Send(std::string_view(hello).substr(sent++, 1));
-    std::this_thread::sleep_for(milliseconds(20));
+    std::this_thread::sleep_for(milliseconds(50));
   }
   EXPECT_TRUE(client.IsClosed());
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+  EXPECT_LT(sent, hello.size());
 }
 
 TEST_F(HostileClients, ClaimedLengthsCostNothing) {

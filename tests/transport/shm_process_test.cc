@@ -105,7 +105,7 @@ TEST_F(ShmProcesses, AKilledPeerIsNoticedInMidCallAndItsRegionStays) {
   auto start = std::chrono::steady_clock::now();
   Status status = peer->Call("sleep", Soon()).status();
   EXPECT_EQ(status.code(), Code::kUnavailable) << status.ToString();
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(15));
   killer.join();
   EXPECT_TRUE(WaitUntilDead(*peer));
   EXPECT_EQ(child_->Wait(), -SIGKILL);
