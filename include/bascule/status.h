@@ -28,7 +28,7 @@ enum class Code : uint8_t {
   kResourceExhausted,  // memory, descriptors, shared memory
   kPermissionDenied,   // the job token does not match
   kVersionMismatch,    // protocol or planner versions do not overlap
-  kForked,             // the object was inherited through fork(); connect anew in the child
+  kForked,             // the object, or the process, was forked from one that had connected
   kClosed,             // the object was closed
   kUnimplemented,
   kInternal,

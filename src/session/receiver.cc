@@ -598,7 +598,8 @@ Status ReceiverImpl::UpdateLayout(const Layout& layout, Deadline deadline) {
 }
 
 Status ReceiverImpl::Close(Deadline deadline) {
-  if (!shared_->agent || shared_->agent->forked()) return Status::Ok();
+  if (!shared_->agent) return Status::Ok();
+  if (shared_->agent->forked()) return shared_->agent->Usable();
   shared_->CancelStaging();
   if (shared_->worker) shared_->worker->Stop();
   Status status = shared_->agent->Close(deadline);
@@ -657,6 +658,7 @@ Result<std::unique_ptr<WeightReceiver>> WeightReceiver::Connect(const JobOptions
                                                                 const RolloutOptions& options,
                                                                 const Layout& layout,
                                                                 Deadline deadline) {
+  BASCULE_RETURN_IF_ERROR(CheckNotForked());
   BASCULE_RETURN_IF_ERROR(CheckEnvironment());
   if (options.engine.empty()) {
     return Status(Code::kInvalidArgument, "RolloutOptions::engine is empty; name the engine");

@@ -211,6 +211,7 @@ class SenderImpl final : public WeightSender {
   }
   Status Close(Deadline deadline) override {
     if (!state_->agent) return Status::Ok();
+    if (state_->agent->forked()) return state_->agent->Usable();
     return state_->agent->Close(deadline);
   }
 
@@ -245,6 +246,7 @@ Status SenderImpl::PrepareEpoch(Deadline deadline) {
       state_->complete ? deadline.Earlier(Deadline::In(kReportPatience)) : deadline;
   auto complete = agent.directory().WaitComplete(agent.incarnation(), patience);
   if (!complete.ok()) {
+    BASCULE_RETURN_IF_ERROR(state_->Usable());  // e.g. closed meanwhile, by another thread
     const bool go_on = state_->complete && SenderState::IsAway(complete.status());
     return go_on ? Status::Ok() : complete.status();
   }
@@ -358,6 +360,7 @@ Result<std::unique_ptr<WeightSender>> WeightSender::Connect(const JobOptions& jo
                                                             const TrainerOptions& options,
                                                             const Layout& layout,
                                                             Deadline deadline) {
+  BASCULE_RETURN_IF_ERROR(CheckNotForked());
   BASCULE_RETURN_IF_ERROR(CheckEnvironment());
   if (options.rank >= options.world_size) {
     return Status(Code::kInvalidArgument, fmt::format("trainer rank {} is not in a world of {}",

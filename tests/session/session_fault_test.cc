@@ -116,6 +116,10 @@ TEST(SessionFault, ACallInAForkedChildReturnsForked) {
   if (child == 0) {
     bool ok = job.senders[0]->Publish(2, Soon(500)).status().code() == Code::kForked;
     ok = ok && job.receivers[0]->Poll(Soon(500)).status().code() == Code::kForked;
+    ok = ok && job.senders[0]->Close(Soon(500)).code() == Code::kForked;
+    testing::RankMemory memory(testing::ToyModel(), 1, 2, -1);
+    auto anew = WeightReceiver::Connect(job.job, {.engine = "e1"}, memory.layout, Soon(500));
+    ok = ok && anew.status().code() == Code::kForked;
     _exit(ok ? 0 : 1);
   }
   int status = 0;
