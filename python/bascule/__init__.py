@@ -19,8 +19,8 @@ Planned once, and every update is proved by something other than the code that m
             if update.ready():
                 update.commit()  # decide and switch: the only part that pauses the engine
 
-Nothing starts when it is imported. In a child after ``fork()`` the calls of objects made before
-raise `bascule.Forked`.
+Nothing starts when it is imported. In a child that was forked after its parent connected, every
+call raises `bascule.Forked`: start such processes with ``spawn``.
 """
 
 from bascule import layout

@@ -178,7 +178,10 @@ class VersionMismatch(Error):
 
 
 class Forked(Error):
-    """The object was inherited through ``fork()``; connect anew in the child."""
+    """Forked from a process that had connected: neither its objects nor new ones work here.
+
+    Start such processes with ``spawn``, or connect only in the children.
+    """
 
     code = "FORKED"
 

@@ -38,7 +38,7 @@ class World:
     def __init__(self, stack: ExitStack, shadow: Any) -> None:
         self.rng = np.random.default_rng(7)
         self.weights = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-        self.job = bascule.Job(name=f"test-{uuid.uuid4().hex[:8]}", token="secret", heartbeat=0.1)
+        self.job = bascule.Job(name=f"test-{uuid.uuid4().hex[:8]}", token="secret")
         self.parts = [
             {name: np.zeros_like(np.split(w, 2)[rank]) for name, w in self.weights.items()}
             for rank in range(2)
@@ -295,7 +295,7 @@ def test_bad_input(shadowed: World) -> None:
             engine="e1",
             layout=bascule.Layout.from_arrays({"norm": np.zeros(16, np.float32)}),
         )
-    with pytest.raises(bascule.InvalidArgument, match="nowhere") as caught:
+    with pytest.raises(bascule.NotFound, match="nowhere") as caught:
         bascule.WeightReceiver.connect(
             shadowed.job,
             engine="e1",

@@ -99,7 +99,7 @@ class Child:
                 raise self.failure(f"did not answer within {timeout:.0f} s")
             kind, value = self._pipe.recv()
         except (EOFError, OSError) as error:
-            raise self.failure("ended unexpectedly") from error
+            raise self.failure(f"ended unexpectedly ({self._how_it_ended()})") from error
         if kind == "refused":
             raise RefusedError(*value)
         if kind == "failed":
@@ -119,6 +119,13 @@ class Child:
         """Return the end of what it printed."""
         lines = self.output.splitlines()[-count:] or ["(it printed nothing)"]
         return "\n".join(f"  {self.name} | {line}" for line in lines)
+
+    def _how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            return "it still runs, but closed its pipe"
+        return f"by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def kill(self) -> None:
         """Send SIGKILL and reap it."""
