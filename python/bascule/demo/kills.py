@@ -20,13 +20,13 @@ def kill_a_rollout_rank(story: Story) -> None:
     story.end_step()
     before = story.published.version
     published = story.publish()
-    cast.ask_all(cast.trainers, "save", path=story.checkpoint)
-    story.begin_step()
     first, victim, last = cast.e0
     victim.tell("die_while_staging")
     first.tell("update", commit_timeout=3.0)
     last.tell("update", commit_timeout=30.0)  # rank 0 decides, when its time is over
     story.begin_e1()
+    cast.ask_all(cast.trainers, "save", path=story.checkpoint)  # for the next kill
+    story.begin_step()
     victim.reap()
     version = story.published.version
     narrator.then(f"{victim.name} got SIGKILL while version {version} was landing beside {before}.")
