@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 namespace bascule {
 namespace {
@@ -122,6 +123,13 @@ void CoordinatorCore::SettleIfRejoined() {
   });
   if (live) Settle();
 }
+
+void CoordinatorCore::Event(std::string text) {
+  constexpr size_t kMaxEvents = 1024;  // a caller that does not take them
+  if (options_.record_events && events_.size() < kMaxEvents) events_.push_back(std::move(text));
+}
+
+std::vector<std::string> CoordinatorCore::TakeEvents() { return std::exchange(events_, {}); }
 
 void CoordinatorCore::BumpEpoch() {
   ++epoch_;
@@ -268,12 +276,17 @@ CoordinatorCore::Rival CoordinatorCore::RivalOf(const MemberInfo& member) const 
 }
 
 CoordinatorCore::MemberRecord& CoordinatorCore::Record(const JoinRequest& request, uint64_t term) {
-  MemberRecord& record = members_[request.member.incarnation];
+  const auto [item, made] = members_.try_emplace(request.member.incarnation);
+  MemberRecord& record = item->second;
   const bool moved = record.term != term;
   if (record.info == nullptr || !(*record.info == request.member) || moved) {
     record.info = std::make_shared<const MemberInfo>(request.member);
     if (moved) record.newest_held = 0;
     BumpEpoch();
+  }
+  if (options_.record_events && made) {
+    Event(fmt::format("{} joined (node \"{}\", build \"{}\")", NameOf(*record.info),
+                      record.info->node, request.build.substr(0, 256)));
   }
   record.term = term;
   record.last_seen_ms = now_.steady_ms;
@@ -419,6 +432,7 @@ Result<JoinReply> CoordinatorCore::JoinRollout(const JoinRequest& request) {
 }
 
 void CoordinatorCore::RememberGone(uint64_t incarnation, GoneRecord record) {
+  if (options_.record_events) Event(fmt::format("{} is gone: {}", record.who, record.why));
   if (!gone_.emplace(incarnation, std::move(record)).second) return;
   gone_order_.push_back(incarnation);
   if (gone_order_.size() > options_.limits.gone) {

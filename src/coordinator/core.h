@@ -88,6 +88,7 @@ struct CoordinatorOptions {
   CoordinatorTime start;
   std::shared_ptr<const CoverageOracle> oracle;  // never null
   CoordinatorLimits limits;
+  bool record_events = false;  // see TakeEvents
 };
 
 // Thread-compatible. Methods are those of Directory; a waiting one returns nullopt for "not yet:
@@ -150,6 +151,9 @@ class CoordinatorCore {
     int64_t last_seen_ms = 0;
   };
   [[nodiscard]] Rival RivalOf(const MemberInfo& member) const;
+  // What happened since the last call, in words, for a log: ranks that came (with their build) and
+  // went, terms that opened, versions that ended badly. Nothing unless options.record_events.
+  [[nodiscard]] std::vector<std::string> TakeEvents();
   // What a call whose deadline passed was waiting for.
   [[nodiscard]] Status NotComplete() const;
   [[nodiscard]] Status NotEnded(VersionId id) const;
@@ -282,7 +286,10 @@ class CoordinatorCore {
   [[nodiscard]] VersionRecord* FindVersion(VersionId id);
   [[nodiscard]] VersionReply ReplyOf(const VersionRecord& version) const;
 
+  void Event(std::string text);
+
   CoordinatorOptions options_;
+  std::vector<std::string> events_;
   CoordinatorTime now_;
   bool settled_ = false;
   uint64_t changes_ = 0;

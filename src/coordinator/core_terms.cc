@@ -46,6 +46,7 @@ void CoordinatorCore::OpenTerm(const std::string& why) {
   current_ = std::max((wall_ms << 10) | random, highest_term_ + 1);
   highest_term_ = current_;
   terms_[current_] = TermRecord();
+  if (options_.record_events) Event(fmt::format("term {} opens: {}", current_, why));
   BumpEpoch();
   JudgeAll();
 }

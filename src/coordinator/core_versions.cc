@@ -51,6 +51,10 @@ CoordinatorCore::VersionRecord* CoordinatorCore::Ensure(VersionId id) {
 void CoordinatorCore::End(VersionRecord& version, VersionState state, std::string reason) {
   version.state = state;
   version.reason = std::move(reason);
+  if (options_.record_events && state != VersionState::kAvailable) {
+    Event((state == VersionState::kAborted ? "a version is aborted: " : "a version is retired: ") +
+          version.reason);
+  }
   version.covered = state == VersionState::kAvailable;
   version.judged_losses = losses_;
   if (state == VersionState::kAvailable) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <utility>
 
@@ -67,8 +68,9 @@ class GrpcClient final : public RpcClient {
   ~GrpcClient() override {
     if (!fork_.forked()) return;
     // gRPC's threads do not exist in a forked child; tearing the channel down would wait for them.
-    (void)new std::shared_ptr<grpc::Channel>(channel_);
-    (void)stub_.release();
+    [[maybe_unused]] const auto* channel =
+        new (std::nothrow) std::shared_ptr<grpc::Channel>(channel_);
+    [[maybe_unused]] const auto* stub = stub_.release();
   }
 
   Result<std::string> Call(const std::string& method, const std::string& request,

@@ -230,7 +230,7 @@ class GrpcServer final : public RpcServer {
   ~GrpcServer() override {
     if (fork_.forked()) {
       // Its threads do not exist here; closing it would wait for them.
-      (void)server_.release();
+      [[maybe_unused]] const auto* leaked = server_.release();
       return;
     }
     GrpcServer::Stop();

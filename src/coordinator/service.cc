@@ -35,12 +35,13 @@ CoordinatorOptions CoreOptions(const CoordinatorServiceOptions& options,
   core.start.wall_ns = WallNs(options);
   core.oracle = std::move(oracle);
   core.limits = options.limits;
+  core.record_events = options.log != nullptr;
   return core;
 }
 
 const Status& Stopped() {
-  static const Status stopped(Code::kUnavailable, "the coordinator stopped");
-  return stopped;
+  static const Status kStopped(Code::kUnavailable, "the coordinator stopped");
+  return kStopped;
 }
 
 }  // namespace
@@ -114,6 +115,15 @@ void CoordinatorService::Wait(Deadline deadline, Attempt attempt, std::function<
   if (completion) completion();
 }
 
+void CoordinatorService::TellEvents(std::unique_lock<std::mutex>& lock) {
+  if (!options_.log) return;
+  const std::vector<std::string> events = core_.TakeEvents();
+  if (events.empty()) return;
+  lock.unlock();
+  for (const std::string& event : events) options_.log(LogLevel::kInfo, event);
+  lock.lock();
+}
+
 void CoordinatorService::Run() {
   const auto tick = std::max<steady_clock::duration>(options_.heartbeat / 4, milliseconds(1));
   auto next_tick = steady_clock::now() + tick;
@@ -124,6 +134,8 @@ void CoordinatorService::Run() {
     wake_.wait_until(lock, until, [this, until] {
       return stopped_ || core_.changes() != seen_changes_ || steady_clock::now() >= until;
     });
+    if (stopped_) return;
+    TellEvents(lock);
     if (stopped_) return;
     const CoordinatorTime now = Time();
     const bool due = steady_clock::now() >= next_tick;
@@ -155,7 +167,8 @@ void CoordinatorService::Run() {
   }
 }
 
-void CoordinatorService::Join(const JoinRequest& request, Deadline deadline, Done<JoinReply> done) {
+void CoordinatorService::Join(const JoinRequest& request, Deadline deadline,
+                              const Done<JoinReply>& done) {
   // An older rank with the number counts as alive only if it is heard after this call began: one
   // that was killed a moment ago must not make its successor fail.
   auto began = std::make_shared<std::optional<int64_t>>();
@@ -177,7 +190,7 @@ void CoordinatorService::Join(const JoinRequest& request, Deadline deadline, Don
 }
 
 void CoordinatorService::WaitComplete(uint64_t incarnation, Deadline deadline,
-                                      Done<SharedMembership> done) {
+                                      const Done<SharedMembership>& done) {
   Attempt attempt = [this, incarnation, done](CoordinatorTime now, bool last) {
     std::function<void()> over;
     auto reply = core_.WaitComplete(incarnation, now);
@@ -190,7 +203,7 @@ void CoordinatorService::WaitComplete(uint64_t incarnation, Deadline deadline,
 }
 
 void CoordinatorService::QueryVersion(uint64_t incarnation, VersionId id, bool wait,
-                                      Deadline deadline, Done<VersionReply> done) {
+                                      Deadline deadline, const Done<VersionReply>& done) {
   Attempt attempt = [this, incarnation, id, wait, done](CoordinatorTime now, bool last) {
     std::function<void()> over;
     auto reply = core_.QueryVersion(incarnation, id, wait, now);

@@ -23,7 +23,7 @@ struct CoordinatorServiceOptions {
   std::string job;
   std::string token;
   std::chrono::milliseconds heartbeat{500};
-  LogSink log;  // members that come and go; null: quiet
+  LogSink log;  // ranks that come and go, terms, versions that end badly; null: quiet
   CoordinatorLimits limits;
   std::function<int64_t()> wall_ns;  // tests: the wall clock; null: CLOCK_REALTIME
 };
@@ -44,10 +44,10 @@ class CoordinatorService {
 
   // Waits while the coordinator started lately and a running term may rejoin, and while it is not
   // known whether an older rank with the number is alive: then kAlreadyExists.
-  void Join(const JoinRequest& request, Deadline deadline, Done<JoinReply> done);
-  void WaitComplete(uint64_t incarnation, Deadline deadline, Done<SharedMembership> done);
+  void Join(const JoinRequest& request, Deadline deadline, const Done<JoinReply>& done);
+  void WaitComplete(uint64_t incarnation, Deadline deadline, const Done<SharedMembership>& done);
   void QueryVersion(uint64_t incarnation, VersionId id, bool wait, Deadline deadline,
-                    Done<VersionReply> done);
+                    const Done<VersionReply>& done);
 
   [[nodiscard]] Status Leave(uint64_t incarnation);
   [[nodiscard]] Result<HeartbeatReply> Heartbeat(const HeartbeatRequest& request);
@@ -68,6 +68,8 @@ class CoordinatorService {
   void Stop();
 
  private:
+  // Tells the log what happened; gives up the lock meanwhile.
+  void TellEvents(std::unique_lock<std::mutex>& lock);
   // Asks the core once; a completion to run without the lock when the call is over. `last`: the
   // deadline has passed.
   using Attempt = std::function<std::function<void()>(CoordinatorTime now, bool last)>;

@@ -164,8 +164,8 @@ void CopyProgram::Add(const CopyShape& shape, CopyOp op) {
 uint64_t CopyProgram::Bytes() const {
   std::vector<uint64_t> bytes_of(shapes.size());
   for (size_t i = 0; i < shapes.size(); ++i) {
-    uint64_t bytes =
-        static_cast<uint64_t>(DTypeSize(shapes[i].source) + DTypeSize(shapes[i].target));
+    uint64_t bytes = static_cast<uint64_t>(DTypeSize(shapes[i].source)) +
+                     static_cast<uint64_t>(DTypeSize(shapes[i].target));
     for (size_t d = 0; d < static_cast<size_t>(shapes[i].ndim); ++d) {
       bytes *= static_cast<uint64_t>(shapes[i].extents[d]);
     }

@@ -62,7 +62,8 @@ bool Agent::forked() const { return getpid() != pid_; }
 
 Status Agent::Usable() const {
   if (forked()) {
-    return Status(Code::kForked, "this session was inherited through fork(); only the parent may use it");
+    return Status(Code::kForked,
+                  "this session was inherited through fork(); only the parent may use it");
   }
   if (closed_) return Status(Code::kClosed, "the session is closed; connect anew");
   return Status::Ok();

@@ -18,9 +18,10 @@ Status CheckNotForked() {
   if (first_user.compare_exchange_strong(expected, getpid()) || expected == getpid()) {
     return Status::Ok();
   }
-  return Status(Code::kForked,
-                "this process was forked from one that had connected; start it with spawn (or exec) "
-                "instead of fork, or fork before the parent connects");
+  return Status(
+      Code::kForked,
+      "this process was forked from one that had connected; start it with spawn (or exec) "
+      "instead of fork, or fork before the parent connects");
 }
 
 Status CheckEnvironment() {

@@ -311,6 +311,26 @@ TEST(CoordinatorCopies, AreIndependentAndHashAlike) {
   EXPECT_EQ(later(d, 50), later(d, 90));
 }
 
+TEST(CoordinatorEvents, TellWhatHappenedWhenAsked) {
+  CoordinatorOptions options = CoreDriver::Options(false, 1000);
+  options.record_events = true;
+  CoreDriver d(1);
+  d.core = CoordinatorCore(options);
+  d.JoinAll();
+  d.Held(0, 1);
+  ASSERT_TRUE(d.core.Leave(100, d.now).ok());
+  std::string all;
+  for (const std::string& event : d.core.TakeEvents()) all += event + "\n";
+  EXPECT_THAT(all, HasSubstr("trainer 0 joined (node \"node0\""));
+  EXPECT_THAT(all, HasSubstr("opens: trainer 0 joined"));
+  EXPECT_THAT(all, HasSubstr("trainer 0 is gone: it left"));
+  EXPECT_THAT(all, HasSubstr("retired: live holders do not cover it any more"));
+  EXPECT_TRUE(d.core.TakeEvents().empty());
+  CoreDriver quiet(1);
+  quiet.JoinAll();
+  EXPECT_TRUE(quiet.core.TakeEvents().empty());
+}
+
 TEST(CoordinatorStatus, IsJsonEvenOfNamesThatAreNoText) {
   CoreDriver d(1);
   d.JoinAll();

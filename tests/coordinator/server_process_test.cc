@@ -37,7 +37,7 @@ JobOptions Job(const std::string& listen) {
   job.name = "job";
   job.token = "secret";
   job.listen = listen;
-  job.heartbeat = milliseconds(100);
+  job.heartbeat = milliseconds(300);
   return job;
 }
 
@@ -45,7 +45,11 @@ JobOptions Job(const std::string& listen) {
 TEST(CoordinatorProcess, DISABLED_Serve) {
   const char* listen = std::getenv("TEST_LISTEN");
   ASSERT_NE(listen, nullptr);
-  auto server = CoordinatorServer::Start(Job(listen));
+  JobOptions job = Job(listen);
+  if (const char* ms = std::getenv("TEST_HEARTBEAT_MS")) {
+    job.heartbeat = milliseconds(std::atoi(ms));
+  }
+  auto server = CoordinatorServer::Start(job);
   ASSERT_TRUE(server.ok()) << server.status().ToString();
   const std::string line = (*server)->address() + "\n";
   ASSERT_EQ(write(3, line.data(), line.size()), static_cast<ssize_t>(line.size()));
@@ -57,7 +61,7 @@ TEST(CoordinatorProcess, DISABLED_Serve) {
 // A child process that serves.
 class ServerProcess {
  public:
-  explicit ServerProcess(const std::string& listen) {
+  explicit ServerProcess(const std::string& listen, int heartbeat_ms = 300) {
     int input[2];
     int output[2];
     EXPECT_EQ(pipe2(input, O_CLOEXEC), 0);
@@ -76,7 +80,8 @@ class ServerProcess {
     std::string name = "serve";
     char* arguments[] = {name.data(), filter.data(), disabled.data(), nullptr};
     std::string variable = "TEST_LISTEN=" + listen;
-    std::vector<char*> environment{variable.data()};
+    std::string heartbeat = "TEST_HEARTBEAT_MS=" + std::to_string(heartbeat_ms);
+    std::vector<char*> environment{variable.data(), heartbeat.data()};
     for (char** item = environ; *item != nullptr; ++item) environment.push_back(*item);
     environment.push_back(nullptr);
     EXPECT_EQ(
@@ -226,6 +231,7 @@ TEST(CoordinatorProcess, KilledAndRestartedWhileClientsWait) {
   std::this_thread::sleep_for(milliseconds(200));
   server->Kill();
   server = std::make_unique<ServerProcess>(address);
+  // It is tried again until this rank has rejoined.
   const auto held = second.Held(1);
   ASSERT_TRUE(held.ok()) << held.status().ToString();
   for (auto& wait : waits) {
@@ -240,7 +246,8 @@ TEST(CoordinatorProcess, KilledAndRestartedWhileClientsWait) {
 }
 
 TEST(CoordinatorProcess, AThousandWaitsCostItFewThreads) {
-  const ServerProcess server("127.0.0.1:0");
+  // A thousand threads start here at once: nobody is to seem silent meanwhile.
+  const ServerProcess server("127.0.0.1:0", 5000);
   Member trainer(server.address(), Role::kTrainer, 0, 2);
   constexpr int kWaits = 1200;
   std::atomic<int> done{0};
@@ -250,7 +257,7 @@ TEST(CoordinatorProcess, AThousandWaitsCostItFewThreads) {
     threads.emplace_back([&] {
       const auto reply =
           trainer.directory().WaitComplete(trainer.incarnation(), Deadline::In(seconds(60)));
-      wrong += reply.ok() ? 0 : 1;
+      if (!reply.ok() && wrong++ == 0) ADD_FAILURE() << reply.status().ToString();
       ++done;
     });
   }

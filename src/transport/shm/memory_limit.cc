@@ -75,8 +75,10 @@ MemoryRoom FindMemoryRoom(const std::string& proc, const std::string& cgroup) {
       if (version_2) {
         NarrowByCgroup(room, cgroup + path, "memory.max", "memory.current", "inactive_file");
       } else {
-        NarrowByCgroup(room, cgroup + "/memory" + path, "memory.limit_in_bytes",
-                       "memory.usage_in_bytes", "total_inactive_file");
+        std::string folder = cgroup;
+        folder.append("/memory").append(path);
+        NarrowByCgroup(room, folder, "memory.limit_in_bytes", "memory.usage_in_bytes",
+                       "total_inactive_file");
       }
       if (path.empty()) break;
       path.resize(path.rfind('/') == std::string::npos ? 0 : path.rfind('/'));

@@ -127,7 +127,7 @@ int Populate(std::byte* data, uint64_t bytes, int fd) {
     try {
       for (unsigned i = 1; i < threads; ++i) helpers.emplace_back(work);
     } catch (const std::system_error&) {
-      // Fewer threads: slower, nothing else.
+      threads = static_cast<unsigned>(helpers.size()) + 1;  // fewer: slower, nothing else
     }
   }
   work();

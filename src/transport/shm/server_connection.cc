@@ -120,7 +120,7 @@ void ServerConnection::HandleLocked(Frame frame) {
   if (phase_ == Phase::kHello && frame.type == FrameType::kHello) {
     HandleHelloLocked(std::move(frame));
   } else if (phase_ == Phase::kProof && frame.type == FrameType::kProof) {
-    HandleProofLocked(std::move(frame));
+    HandleProofLocked(frame);
   } else if (phase_ == Phase::kOpen && frame.type == FrameType::kOpen) {
     HandleOpenLocked(frame);
   } else if (phase_ == Phase::kOpen && frame.type == FrameType::kCall) {
@@ -144,7 +144,7 @@ void ServerConnection::HandleHelloLocked(Frame frame) {
   SendLocked(FrameType::kChallenge, 0, challenge_);
 }
 
-void ServerConnection::HandleProofLocked(Frame frame) {
+void ServerConnection::HandleProofLocked(const Frame& frame) {
   const TransportIdentity& me = server_->identity_;
   // Nothing about this process is told before the token is proven.
   if (!SameProof(frame.payload, ClientProof(me.token, hello_, challenge_))) {

@@ -34,7 +34,7 @@ class ServerConnection final : public EventHandler,
   void ReadLocked();
   void HandleLocked(Frame frame);
   void HandleHelloLocked(Frame frame);
-  void HandleProofLocked(Frame frame);
+  void HandleProofLocked(const Frame& frame);
   void HandleOpenLocked(const Frame& frame);
   void RejectLocked(const Status& why);
   void SendLocked(FrameType type, uint64_t id, std::string_view payload,

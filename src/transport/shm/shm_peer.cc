@@ -103,9 +103,9 @@ ShmPeer::~ShmPeer() {
   }
   // In a forked child locks may be held by threads that do not exist, and the epoll set is the
   // parent's. What belongs to them is left alone.
-  new std::shared_ptr<Reactor>(reactor_);
-  new std::shared_ptr<ClientConnection>(connection_);
-  new std::shared_ptr<ImportCache>(imports_);
+  new (std::nothrow) std::shared_ptr<Reactor>(reactor_);
+  new (std::nothrow) std::shared_ptr<ClientConnection>(connection_);
+  new (std::nothrow) std::shared_ptr<ImportCache>(imports_);
 }
 
 bool ShmPeer::alive() const { return !fork_guard_.forked() && connection_->alive(); }

@@ -34,7 +34,8 @@ class ShmTransport final : public Transport {
   explicit ShmTransport(std::unique_ptr<Parts> parts) : parts_(std::move(parts)) {}
   ~ShmTransport() override {
     // A forked child has none of the threads, and shares sockets and epoll sets with its parent.
-    if (fork_guard_.forked()) (void)parts_.release();
+    if (!fork_guard_.forked()) return;
+    [[maybe_unused]] const auto* leaked = parts_.release();
   }
 
   [[nodiscard]] std::string name() const override { return "shm"; }
