@@ -484,9 +484,11 @@ Status EngineChannel::Vote(const UpdateKey& key, bool ok, const std::string& why
   out.Bytes(why);
   const std::string request = out.Take();
   for (;;) {
-    auto answer = AskLeader("vote", request, deadline);
+    auto answer = AskLeader("vote", request, deadline.Earlier(Deadline::In(kSlice)));
     if (answer.ok()) return Status::Ok();
-    if (answer.status().code() != Code::kUnavailable || deadline.Passed()) return answer.status();
+    const Code code = answer.status().code();
+    const bool away = code == Code::kUnavailable || code == Code::kDeadlineExceeded;
+    if (!away || deadline.Passed() || cancelled_) return answer.status();
     WaitCore([](const RankCore&) { return false; },
              deadline.Earlier(Deadline::In(milliseconds(50))));
   }

@@ -4,6 +4,7 @@
 // Thread-safe. Answers never wait longer than a slice (1 s); callers ask again by their deadline.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -84,6 +85,8 @@ class EngineChannel {
   // back. At most 64, newest last.
   [[nodiscard]] std::vector<uint64_t> ToldGone();
 
+  // Ends this rank's own calls within a slice.
+  void Cancel() { cancelled_ = true; }
   void Stop();
 
  private:
@@ -120,6 +123,7 @@ class EngineChannel {
   Agent* agent_ = nullptr;
   std::string address_;
   std::unique_ptr<RpcServer> server_;
+  std::atomic<bool> cancelled_{false};
 
   std::mutex mutex_;
   std::condition_variable changed_;

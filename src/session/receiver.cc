@@ -23,6 +23,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
+constexpr milliseconds kSlice{1000};
+
 int64_t NowNs() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
@@ -148,7 +150,12 @@ struct ReceiverShared {
 
 Status ReceiverShared::LandOnce(const PlanBasis& basis, const std::function<bool()>& cancelled,
                                 Deadline deadline) {
-  BASCULE_RETURN_IF_ERROR(lander->Prepare(basis, deadline));
+  // In slices, so that Close need not wait for a coordinator that is gone.
+  Status prepared = lander->Prepare(basis, deadline.Earlier(Deadline::In(kSlice)));
+  if (prepared.code() == Code::kDeadlineExceeded) {
+    return Status(Code::kUnavailable, prepared.message()).WithPeer(prepared.peer());
+  }
+  BASCULE_RETURN_IF_ERROR(std::move(prepared));
   channel->NoteMembers(lander->EngineMembers());
   if (in_place) return lander->OpenSources(basis.id, deadline);
   return lander->Land(basis.id, cancelled, deadline);
@@ -601,6 +608,7 @@ Status ReceiverImpl::Close(Deadline deadline) {
   if (!shared_->agent) return Status::Ok();
   if (shared_->agent->forked()) return shared_->agent->Usable();
   shared_->CancelStaging();
+  if (shared_->channel) shared_->channel->Cancel();
   if (shared_->worker) shared_->worker->Stop();
   Status status = shared_->agent->Close(deadline);
   if (shared_->channel) shared_->channel->Stop();
