@@ -294,6 +294,11 @@ TEST_F(ShmProcesses, AServerOutOfDescriptorsSaysSoAndRecovers) {
 }
 
 TEST_F(ShmProcesses, AClientOutOfDescriptorsGetsAnError) {
+#if defined(__SANITIZE_ADDRESS__)
+  // The sanitizer's check of virtual calls needs a pipe of its own and takes its absence for a
+  // fault.
+  GTEST_SKIP() << "needs descriptors that the sanitizer uses itself";
+#endif
   ChildProcess client_process([](Pipe& pipe) {
     std::string address = pipe.Hear();
     std::string blob = FromHex(pipe.Hear());
