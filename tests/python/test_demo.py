@@ -52,7 +52,7 @@ def test_updates_and_kills(tmp_path: Path) -> None:
     assert done.stdout.count("every bit equal") == 4  # an update, and one after each kill
     for answer in ("NOT_DECIDED", "ABORTED", "UNAVAILABLE", "Everything was verified"):
         assert answer in done.stdout
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("bascule-demo-*")) == []
 
 
 CONFIG = {

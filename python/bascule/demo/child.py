@@ -7,7 +7,9 @@ is a call of one of its methods, and each answer what that returned.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
+import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -48,6 +50,13 @@ def serve(role: str, pipe: Connection) -> None:
             pipe.send(("done", value))
 
 
+def _die_with_parent() -> None:
+    """Be sent SIGKILL when the parent is gone, however it went."""
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    _die_with_parent()
     with Connection(int(sys.argv[2])) as parent, contextlib.suppress(KeyboardInterrupt, OSError):
         serve(sys.argv[1], parent)

@@ -59,7 +59,7 @@ class Child:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                env=_environment(),
+                env=_environment(folder),
             )
 
     @property
@@ -154,9 +154,10 @@ class Child:
         self.kill()
 
 
-def _environment() -> dict[str, str]:
+def _environment(folder: Path) -> dict[str, str]:
     return {
         **os.environ,
+        "TMPDIR": str(folder),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",  # eight processes share a few cores
         "GLOO_SOCKET_IFNAME": "lo",
