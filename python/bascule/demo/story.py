@@ -156,4 +156,5 @@ class Story:
         line = " ".join(self._model.decode(tokens).split()) or "(blanks)"
         if followed.tokens is None:
             return f"e1 writes now: ... {line}"
-        return f"e1 wrote {followed.tokens} tokens meanwhile, and now: ... {line}"
+        more = f"{followed.tokens} more token{'' if followed.tokens == 1 else 's'}"
+        return f"e1 wrote {more} while it landed; now: ... {line}"
