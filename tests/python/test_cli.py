@@ -15,7 +15,7 @@ COMMAND = [sys.executable, "-c", "from bascule.cli import main; main()"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=120)
 
 
 def test_version_and_help() -> None:

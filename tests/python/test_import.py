@@ -13,7 +13,7 @@ import bascule
 
 def run(code: str, *flags: str) -> str:
     done = subprocess.run(
-        [sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -50,7 +50,7 @@ def interrupt_after(seconds: float, call: Callable[[], object]) -> float:
 
 
 def test_ctrl_c_while_waiting(sender: bascule.WeightSender) -> None:
-    assert interrupt_after(0.3, lambda: sender.publish(1, timeout=60)) < 0.5
+    assert interrupt_after(0.3, lambda: sender.publish(1, timeout=60)) < 1
 
 
 def test_ctrl_c_while_connecting() -> None:
@@ -60,7 +60,7 @@ def test_ctrl_c_while_connecting() -> None:
     def connect() -> None:
         bascule.WeightSender.connect(job, layout=layout, timeout=3)
 
-    assert interrupt_after(0.3, connect) < 0.5
+    assert interrupt_after(0.3, connect) < 1
 
 
 def test_other_threads_run_while_one_waits(sender: bascule.WeightSender) -> None:
@@ -132,7 +132,11 @@ print("parent goes on")
     assert run(code) == "parent goes on"
 
 
-def run(code: str, timeout: float = 60) -> str:
+# Seconds that a process may take to end, on a machine that does much else.
+EXIT_SECONDS = 10
+
+
+def run(code: str, timeout: float = 120) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout
     )
@@ -182,9 +186,8 @@ update = receiver.poll()
     ],
 )
 def test_exit_with_an_update_in_flight(end: str) -> None:
-    begin = time.monotonic()
-    run(SESSIONS + end + "\nprint('end')", timeout=30)
-    assert time.monotonic() - begin < 20
+    ended = float(run(SESSIONS + end + "\nprint(time.monotonic())"))
+    assert time.monotonic() - ended < EXIT_SECONDS
 
 
 def test_children_forked_before_may_connect() -> None:
@@ -219,11 +222,10 @@ threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 try:
     connect()
 except KeyboardInterrupt:
-    print("interrupted")
+    print(time.monotonic())
 """
-    begin = time.monotonic()
-    assert run(code, timeout=30) == "interrupted"
-    assert time.monotonic() - begin < 15
+    interrupted = float(run(code))
+    assert time.monotonic() - interrupted < EXIT_SECONDS
 
 
 def test_processes(tmp_path: Any) -> None:
@@ -283,7 +285,7 @@ with bascule.WeightReceiver.connect(job, engine="e", layout=layout) as receiver:
         for code, rank in ((trainer, 0), (trainer, 1), (engine, 0))
     ]
     try:
-        assert [process.wait(timeout=60) for process in processes] == [0, 0, 0]
+        assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
     finally:
         for process in processes:
             process.kill()
