@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -81,8 +82,12 @@ def test_other_threads_run_while_one_waits(sender: bascule.WeightSender) -> None
     thread.join()
 
 
-def test_a_closed_session_ends_the_waits_of_other_threads(sender: bascule.WeightSender) -> None:
+def test_a_closed_session_ends_the_waits_of_other_threads(job: bascule.Job) -> None:
     errors: list[BaseException] = []
+    layout = bascule.Layout.from_arrays({"w": np.zeros(4, np.float32)})
+    server = bascule.CoordinatorServer.start(job)
+    job = dataclasses.replace(job, coordinator=server.address)
+    sender = bascule.WeightSender.connect(job, world_size=2, layout=layout)
 
     def wait() -> None:
         try:
@@ -96,7 +101,8 @@ def test_a_closed_session_ends_the_waits_of_other_threads(sender: bascule.Weight
     sender.close()
     thread.join(timeout=5)
     assert not thread.is_alive()
-    assert isinstance(errors[0], (bascule.Closed, bascule.StaleTerm))
+    assert isinstance(errors[0], bascule.Closed)
+    server.stop()
 
 
 def test_calls_in_a_child_after_fork_say_so() -> None:
@@ -146,7 +152,7 @@ def run(code: str, timeout: float = 120) -> str:
 
 
 SESSIONS = """
-import sys, threading, time
+import contextlib, sys, threading, time
 import numpy as np
 import bascule
 size = 4 << 20
@@ -175,10 +181,14 @@ update = receiver.poll()
         ),
         pytest.param(
             "def late():\n"
-            "    while True: receiver.poll(); sender.term; receiver.state\n"
-            "threading.Thread(target=late, daemon=True).start()\n"
+            "    while True:\n"
+            "        with contextlib.suppress(bascule.Error): sender.term, receiver.poll()\n"
+            "for _ in range(8): threading.Thread(target=late, daemon=True).start()\n"
+            "class Slow:\n"
+            "    def __del__(self, sleep=time.sleep): sleep(0.5)  # lets the others come back\n"
+            "slow = Slow()\n"
             "time.sleep(0.05)",
-            id="daemon-thread-in-and-out",
+            id="daemon-threads-in-and-out",
         ),
         pytest.param("del sender, receiver", id="owner-gone"),
         pytest.param("sys.modules.clear()", id="modules-gone"),
@@ -188,6 +198,26 @@ update = receiver.poll()
 def test_exit_with_an_update_in_flight(end: str) -> None:
     ended = float(run(SESSIONS + end + "\nprint(time.monotonic())"))
     assert time.monotonic() - ended < EXIT_SECONDS
+
+
+def test_a_process_that_ends_leaves_its_job() -> None:
+    """Others learn it from the process itself, not from its silence: that takes 30 s here."""
+    job = bascule.Job(name="left", heartbeat=5)
+    with bascule.CoordinatorServer.start(job) as server:
+        run(
+            f"""
+import numpy as np
+import bascule
+layout = bascule.Layout.from_arrays({{"w": np.zeros(4, np.float32)}})
+job = bascule.Job(name="left", coordinator={server.address!r}, heartbeat=5)
+sender = bascule.WeightSender.connect(job, layout=layout)
+sender.publish(1).wait()
+"""
+        )
+        target = bascule.Layout.from_arrays({"w": np.zeros(4, np.float32)})
+        job = dataclasses.replace(job, coordinator=server.address)
+        with pytest.raises(bascule.NotFound, match="no trainer holds"):
+            bascule.WeightReceiver.connect(job, engine="e", layout=target)
 
 
 def test_children_forked_before_may_connect() -> None:
