@@ -350,7 +350,8 @@ Result<JoinReply> CoordinatorCore::JoinTrainer(const JoinRequest& request) {
     if (unknown && !settled_) return wait;
     if (!same && term.world_size != member.world_size) {
       OpenTerm(fmt::format("a world of {} replaces one of {}", member.world_size, term.world_size));
-    } else if (!same && (seat.incarnation != 0 || (unknown && term.complete))) {
+    } else if (!same && (seat.incarnation != 0 || unknown)) {
+      // Also where nobody who lives knows of the older one: its life must not mix with this.
       OpenTerm(fmt::format("{} restarted", NameOf(member)));
     }
   }
@@ -371,7 +372,6 @@ Result<JoinReply> CoordinatorCore::JoinTrainer(const JoinRequest& request) {
     }
   }
   MemberRecord& record = Record(request, current_);
-  terms_[current_].fresh = true;
   TakeSeat(current_, record.info);
   return ReplyTo(record);
 }
@@ -387,11 +387,7 @@ Result<JoinReply> CoordinatorCore::RejoinTrainer(const JoinRequest& request) {
   if (joined == current_) {
     TermRecord& term = terms_[joined];
     const bool complete = request.state.term_complete || SpeaksOfTerm(request.state, joined);
-    if (complete && term.adopted && !term.complete) {
-      // Somebody took a place that had been taken before: those two lives must not mix.
-      if (term.fresh) OpenTerm("a rank joined anew a term that had been complete");
-      term.complete = true;
-    }
+    if (complete && term.adopted) term.complete = true;
   }
   if (joined != current_) {
     if (request.state.held.empty()) return stale;

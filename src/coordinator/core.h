@@ -202,8 +202,7 @@ class CoordinatorCore {
   struct TermRecord {
     uint32_t world_size = 0;  // 0: nobody joined yet
     uint32_t filled = 0;      // seats with an incarnation
-    bool adopted = false;     // opened in an earlier coordinator's life
-    bool fresh = false;       // somebody joined it anew in this life
+    bool adopted = false;     // opened in an earlier coordinator's life: takes only who rejoins
     bool complete = false;    // all ranks had joined, now or in an earlier life
     std::string over;         // why it is over
     std::vector<Seat> seats;

@@ -14,8 +14,7 @@ void CoordinatorCore::ReportTerm(uint64_t highest, uint64_t joined) {
   highest_term_ = std::max(highest_term_, highest);
   if (highest <= current_) return;
   const auto current = terms_.find(current_);
-  const bool continued =
-      current == terms_.end() || (current->second.adopted && !current->second.fresh);
+  const bool continued = current == terms_.end() || current->second.adopted;
   if (joined == highest && newest && continued) {
     // The term of an earlier coordinator's life goes on here.
     if (current != terms_.end()) current->second.over = fmt::format("term {} is newer", joined);

@@ -67,7 +67,7 @@ uint64_t CoordinatorCore::Fingerprint() const {
   for (const auto& [id, term] : terms_) {
     hasher.Add(id);
     hasher.Add(term.world_size);
-    hasher.Add((term.adopted ? 1 : 0) | (term.fresh ? 2 : 0) | (term.complete ? 4 : 0));
+    hasher.Add((term.adopted ? 1 : 0) | (term.complete ? 4 : 0));
     hasher.Add(term.forgotten);
     for (const Seat& seat : term.seats) {
       hasher.Add(seat.incarnation);

@@ -102,6 +102,13 @@ TEST(Rpc, AWrongTokenIsDeniedAtOnce) {
       Code::kInvalidArgument);
 }
 
+TEST(Rpc, AnEmptyTokenIsOneOfItsOwn) {
+  auto server = Serve(Echo(), "");
+  EXPECT_TRUE(MakeGrpcClient(server->address(), "")->Call("m", "", Soon()).ok());
+  EXPECT_EQ(MakeGrpcClient(server->address(), "x")->Call("m", "", Soon()).status().code(),
+            Code::kPermissionDenied);
+}
+
 TEST(Rpc, TheHandlerKnowsTheDeadline) {
   std::atomic<int64_t> left_ms{0};
   auto server = Serve([&](const std::string&, const std::string&, Deadline deadline) {

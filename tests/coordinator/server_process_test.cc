@@ -98,6 +98,7 @@ class ServerProcess {
     waitpid(pid_, nullptr, 0);
     pid_ = 0;
   }
+  void Signal(int signal) const { kill(pid_, signal); }
   [[nodiscard]] const std::string& address() const { return address_; }
   [[nodiscard]] int Threads() const {
     std::ifstream status("/proc/" + std::to_string(pid_) + "/status");
@@ -196,7 +197,7 @@ class Member {
   std::thread thread_;
 };
 
-TEST(CoordinatorProcess, KilledAndRestartedWhileClientsWait) {
+TEST(CoordinatorProcess, KilledAndRestartedWhileTheWorldAssembles) {
   auto server = std::make_unique<ServerProcess>("127.0.0.1:0");
   const std::string address = server->address();
   ASSERT_FALSE(address.empty());
@@ -209,16 +210,23 @@ TEST(CoordinatorProcess, KilledAndRestartedWhileClientsWait) {
   std::this_thread::sleep_for(milliseconds(300));
   server = std::make_unique<ServerProcess>(address);
   ASSERT_EQ(server->address(), address);
-  // The world was assembling; once it is known again it goes on in the same term. (A coordinator
-  // that has heard of no term opens one for whoever joins first.)
   for (int i = 0; i < 500 && first.joins() < 2; ++i) {
     std::this_thread::sleep_for(milliseconds(20));
   }
+  ASSERT_EQ(first.joins(), 2);
+  // The new coordinator cannot know whether a trainer 1 had been in the first one's term.
   Member second(address, Role::kTrainer, 1, 2);
-  EXPECT_TRUE(complete.get().ok());
-  EXPECT_EQ(first.term(), second.term());
-  EXPECT_GE(first.joins(), 2);
+  EXPECT_EQ(complete.get().status().code(), Code::kStaleTerm);
+  EXPECT_GT(second.term(), first.term());
+}
 
+TEST(CoordinatorProcess, KilledAndRestartedWhileClientsWait) {
+  auto server = std::make_unique<ServerProcess>("127.0.0.1:0");
+  const std::string address = server->address();
+  ASSERT_FALSE(address.empty());
+  Member first(address, Role::kTrainer, 0, 2);
+  Member second(address, Role::kTrainer, 1, 2);
+  ASSERT_TRUE(first.directory().WaitComplete(first.incarnation(), Soon()).ok());
   Member rollout(address, Role::kRollout, 0, 1);
   ASSERT_TRUE(first.Held(1).ok());
   const VersionId id{first.term(), 1};
@@ -243,6 +251,24 @@ TEST(CoordinatorProcess, KilledAndRestartedWhileClientsWait) {
   const auto offer = rollout.directory().Poll(rollout.incarnation(), {}, false, Soon());
   ASSERT_TRUE(offer.ok());
   EXPECT_EQ(offer->id, id);
+}
+
+TEST(CoordinatorProcess, TimeInWhichItWasSuspendedIsNotTheMembersSilence) {
+  const ServerProcess server("127.0.0.1:0", 200);
+  Member trainer(server.address(), Role::kTrainer, 0, 1);
+  Member rollout(server.address(), Role::kRollout, 0, 1);
+  const uint64_t epoch = trainer.directory().Members(Soon())->epoch;
+  server.Signal(SIGSTOP);
+  std::this_thread::sleep_for(milliseconds(2000));  // ten heartbeats
+  server.Signal(SIGCONT);
+  for (int i = 0; i < 20; ++i) {
+    const auto members = trainer.directory().Members(Soon());
+    ASSERT_TRUE(members.ok());
+    ASSERT_EQ(members->epoch, epoch);
+    ASSERT_EQ(members->members.size(), 2u);
+    std::this_thread::sleep_for(milliseconds(20));
+  }
+  EXPECT_EQ(trainer.joins(), 1);
 }
 
 TEST(CoordinatorProcess, AThousandWaitsCostItFewThreads) {
@@ -296,6 +322,25 @@ TEST(CoordinatorServerTest, TellsItsStatusAndStops) {
   }
   (*server)->Stop();
   (*server)->Stop();
+}
+
+TEST(CoordinatorServiceTest, TellsItsLogWhatHappens) {
+  std::mutex mutex;
+  std::string all;
+  CoordinatorServiceOptions options;
+  options.heartbeat = milliseconds(50);
+  options.log = [&](LogLevel, std::string_view text) {
+    const std::lock_guard lock(mutex);
+    all += std::string(text) + "\n";
+  };
+  auto service = CoordinatorService::Create(options);
+  EXPECT_TRUE(service->Leave(77).ok());
+  auto said = [&] {
+    const std::lock_guard lock(mutex);
+    return all.find("a rank is gone: it left") != std::string::npos;
+  };
+  for (int i = 0; i < 200 && !said(); ++i) std::this_thread::sleep_for(milliseconds(20));
+  EXPECT_TRUE(said());
 }
 
 TEST(CoordinatorServerTest, NeedsATokenUnlessOnOneHost) {

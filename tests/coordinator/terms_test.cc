@@ -113,6 +113,17 @@ TEST(CoordinatorTerm, ARestartedRankOpensTheNextAndTheOthersAreStale) {
   EXPECT_TRUE(other.core.WaitComplete(201, other.now)->ok());
 }
 
+TEST(CoordinatorTerm, ThatEndsAbortsWhatIsOpenInItThoughAllItsRanksLive) {
+  CoreDriver d(2);
+  d.JoinAll();
+  d.Held(0, 1);
+  const VersionId open{d.core.term(), 1};
+  d.states[kPoller].highest_term = open.term + 1;
+  d.Heartbeat(kPoller);
+  EXPECT_EQ(d.Query(open).state, VersionState::kAborted);
+  EXPECT_THAT(d.Query(open).reason, HasSubstr("is over: a member reported the higher term"));
+}
+
 TEST(CoordinatorTerm, AvailableVersionsOfOldTermsStayWhileTheirHoldersDo) {
   CoreDriver d(2, /*replicas=*/true);
   d.JoinAll();
@@ -284,6 +295,36 @@ TEST(CoordinatorRestart, WaitsForWhatRolloutsWereTold) {
   }
 }
 
+// Ranks whose layouts say nothing of each other's.
+class LonelyOracle final : public CoverageOracle {
+ public:
+  [[nodiscard]] Status Check(const MemberInfo&) const override { return Status::Ok(); }
+  [[nodiscard]] bool Covers(std::span<const MemberInfo* const> holders,
+                            std::span<const MemberInfo* const> world) const override {
+    return TrivialOracle(false).Covers(holders, world);
+  }
+  [[nodiscard]] uint64_t ReplicaGroup(const MemberInfo& member) const override {
+    return member.rank;
+  }
+  [[nodiscard]] std::string BucketName(const MemberInfo&, size_t, size_t,
+                                       std::string*) const override {
+    return "";
+  }
+};
+
+TEST(CoordinatorRestart, WhatARankHeldThatNeverCameBackIsNotTakenForCovered) {
+  CoreDriver d(2);
+  d.JoinAll();
+  d.Held(0, 1);
+  CoordinatorOptions options = CoreDriver::Options(false, 2'000'000);
+  options.oracle = std::make_shared<LonelyOracle>();
+  d.core = CoordinatorCore(options);
+  ASSERT_TRUE(d.Join(0, 100).ok());
+  ASSERT_TRUE(d.JoinRollout(kPoller).ok());
+  d.Beat(7);
+  EXPECT_EQ(d.Query({d.core.term(), 1}).state, VersionState::kAborted);
+}
+
 TEST(CoordinatorRestart, ToldAvailableStays) {
   CoreDriver d(2);
   d.JoinAll();
@@ -335,6 +376,31 @@ TEST(CoordinatorRestart, ToldAbortedStays) {
     d.Beat(7);
     EXPECT_EQ(d.Query(id).state, VersionState::kAborted);
     EXPECT_FALSE(d.Poll().offered);
+  }
+}
+
+TEST(CoordinatorRestart, WhatWasToldFirstStaysTrueInThisLife) {
+  for (const VersionState first : {VersionState::kAvailable, VersionState::kAborted}) {
+    CoreDriver d(2, true);
+    d.JoinAll();
+    d.Held(0, 1);
+    const VersionId id{d.core.term(), 1};
+    auto told = [&id](VersionState state) {
+      std::vector<HeldVersion> list(1);
+      list[0].id = id;
+      list[0].told = state;
+      return list;
+    };
+    d.states[kPoller].told = told(first);
+    d.RestartCoordinator(0, true);
+    ASSERT_TRUE(d.JoinRollout(kPoller).ok());
+    ASSERT_TRUE(d.Join(0, 100).ok());
+    ASSERT_TRUE(d.Join(1, 101).ok());
+    EXPECT_EQ(d.Query(id).state, first);
+    d.states[901].told =
+        told(first == VersionState::kAborted ? VersionState::kAvailable : VersionState::kAborted);
+    ASSERT_TRUE(d.JoinRollout(901, "e1").ok());
+    EXPECT_EQ(d.Query(id).state, first);
   }
 }
 
@@ -463,37 +529,41 @@ TEST(CoordinatorRestart, AStragglerThatDidNotHearOfTheNewTermGivesWayToIt) {
   EXPECT_TRUE(d.Heartbeat(100).stale_term);
 }
 
-TEST(CoordinatorRestart, AWorldThatWasAssemblingGoesOnAssembling) {
-  CoreDriver d(3);
-  ASSERT_TRUE(d.Join(0, 100).ok());
-  ASSERT_TRUE(d.Join(1, 101).ok());
-  const uint64_t term = d.core.term();
-  d.RestartCoordinator();
-  ASSERT_TRUE(d.Join(0, 100).ok());
-  EXPECT_EQ(d.Join(2, 102).status().code(), Code::kUnavailable);
-  ASSERT_TRUE(d.Join(1, 101).ok());
-  d.Beat(6);
-  ASSERT_TRUE(d.Join(2, 102).ok());
-  EXPECT_EQ(d.core.term(), term);
-  EXPECT_TRUE(d.core.WaitComplete(100, d.now)->ok());
-}
-
 TEST(CoordinatorRestart, TwoLivesOfOneNumberNeverMixInATerm) {
-  // Trainer 1 published in the term; its place is taken anew before that is known.
+  // Trainer 1 published in the term, which nobody who rejoins knows; it restarted.
   CoreDriver d(3);
   d.JoinAll();
   const uint64_t term = d.core.term();
-  d.Held(2, 1);
+  d.Held(1, 1);
   d.RestartCoordinator();
-  ASSERT_TRUE(d.Join(0, 100).ok());  // knows nothing of completeness
-  d.Beat(6, {101, 102});
+  ASSERT_TRUE(d.Join(0, 100).ok());
+  EXPECT_EQ(d.Join(1, 201).status().code(), Code::kUnavailable);
+  ASSERT_TRUE(d.Join(2, 102).ok());
+  d.Beat(6, {101});
   ASSERT_TRUE(d.Join(1, 201).ok());
-  EXPECT_EQ(d.core.term(), term);
-  // Trainer 2 comes late and held something: the term had been complete.
-  const auto late = d.Join(2, 102);
-  EXPECT_TRUE(!late.ok() || late->stale_term);
   EXPECT_GT(d.core.term(), term);
-  EXPECT_EQ(d.core.WaitComplete(201, d.now)->status().code(), Code::kStaleTerm);
+  EXPECT_EQ(d.core.WaitComplete(100, d.now)->status().code(), Code::kStaleTerm);
+}
+
+TEST(CoordinatorRestart, AWorldThatWasAssemblingDoesSoInTheNextTerm) {
+  CoreDriver d(3);
+  ASSERT_TRUE(d.Join(0, 100).ok());
+  ASSERT_TRUE(d.Join(1, 101).ok());
+  const uint64_t term = d.core.term();
+  d.RestartCoordinator();
+  ASSERT_TRUE(d.Join(0, 100).ok());
+  ASSERT_TRUE(d.Join(1, 101).ok());
+  EXPECT_EQ(d.core.term(), term);
+  d.Beat(6);
+  EXPECT_FALSE(d.core.WaitComplete(100, d.now).has_value());
+  ASSERT_TRUE(d.Join(2, 102).ok());
+  EXPECT_GT(d.core.term(), term);
+  for (uint32_t rank : {0, 1}) {
+    EXPECT_EQ(d.core.WaitComplete(100 + rank, d.now)->status().code(), Code::kStaleTerm);
+    d.states[100 + rank] = {};
+    ASSERT_TRUE(d.Join(rank, 100 + rank).ok());
+  }
+  EXPECT_TRUE(d.core.WaitComplete(102, d.now)->ok());
 }
 
 }  // namespace

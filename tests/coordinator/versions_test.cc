@@ -247,6 +247,21 @@ TEST(CoordinatorHeartbeat, CarriesTheStatesOfRecentVersions) {
   EXPECT_EQ(versions[1].second, VersionState::kOpen);
 }
 
+TEST(CoordinatorHeartbeat, OfAnotherTermThanRecordedAsksToRejoin) {
+  CoreDriver d(1);
+  d.JoinAll();
+  // A first Join, made before the restart of the coordinator, that reached it before the rejoin.
+  const uint64_t term = d.states[100].joined_term;
+  d.RestartCoordinator(5000);
+  JoinRequest first = d.Request(0, 100);
+  first.state = {};
+  ASSERT_TRUE(d.core.Join(first, d.now).ok());
+  ASSERT_NE(d.core.term(), term);
+  const HeartbeatReply reply = d.Heartbeat(100);
+  EXPECT_FALSE(reply.member);
+  EXPECT_TRUE(reply.rejoin);
+}
+
 TEST(CoordinatorHeartbeat, NeverAddsAHolder) {
   CoreDriver d(2);
   d.JoinAll();
