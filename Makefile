@@ -51,14 +51,14 @@ demo: ## Move a real model's weights from trainers to rollout engines, and watch
 
 .PHONY: test
 test: ## Run the C++ and the Python tests
-	@tools/setup build torch test
+	@tools/setup build torch test demo
 	@$(MAKE) build install
 	ctest --preset release -j $(JOBS) $(CTEST)
 	@if [ -d tests/python ]; then set -x; .venv/bin/python -m pytest $(PYTEST); fi
 
 .PHONY: lint
 lint: ## Check formatting, clang-tidy, ruff and mypy --strict
-	@tools/setup build torch test lint
+	@tools/setup build torch test demo lint
 	@$(MAKE) build
 	@failed=; run() { echo "==> $$1"; "$${@:2}" || failed+=" $$1,"; }; \
 	run clang-format clang-format --dry-run -Werror $(CXX_FILES); \

@@ -5,7 +5,6 @@
 #include <nanobind/nanobind.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <memory>
 #include <string>
 #include <utility>
@@ -15,18 +14,6 @@
 #include "errors.h"
 
 namespace bascule::python {
-
-// Raises bascule.Forked in a child of a process that had connected: the threads of gRPC are not
-// there any more, and it would wait for them for ever.
-inline void CheckMayConnect() {
-  static std::atomic<pid_t> connected{0};
-  pid_t before = 0;
-  if (!connected.compare_exchange_strong(before, getpid()) && before != getpid()) {
-    Raise(Status(Code::kForked,
-                 "this process was forked from one that had connected, so it cannot connect; start "
-                 "it with 'spawn' (multiprocessing.get_context(\"spawn\"))"));
-  }
-}
 
 // The Python callable that runs after a commit. Its members are guarded by the GIL.
 struct PostCommitHook {

@@ -201,7 +201,6 @@ void BindSender(nb::module_& m) {
           [](const JobOptions& job, uint32_t rank, uint32_t world_size, ArenaMode arena,
              int threads, uint32_t versions_held, bool digest, const Layout& layout,
              nb::object owners, double timeout) {
-            CheckMayConnect();
             const TrainerOptions options{.rank = rank,
                                          .world_size = world_size,
                                          .arena = arena,
@@ -324,7 +323,6 @@ void BindReceiver(nb::module_& m) {
           [](const JobOptions& job, std::string engine, uint32_t rank, uint32_t world_size,
              ShadowMode shadow, int threads, bool digest, const Layout& layout, nb::object owners,
              double timeout) {
-            CheckMayConnect();
             const RolloutOptions options{.engine = std::move(engine),
                                          .rank = rank,
                                          .world_size = world_size,
@@ -447,7 +445,6 @@ void BindCoordinator(nb::module_& m) {
       .def_static(
           "start",
           [](const JobOptions& job) {
-            CheckMayConnect();
             return MakeHandle<CoordinatorServer>(
                 Unwrap(WithoutGil([&] { return CoordinatorServer::Start(job); })));
           },

@@ -20,4 +20,7 @@ class ForkGuard {
   pid_t pid_ = ::getpid();
 };
 
+// kForked in the child of a process that had connected or served. Before anything of gRPC is used.
+[[nodiscard]] Status CheckNotForked();
+
 }  // namespace bascule

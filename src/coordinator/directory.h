@@ -194,6 +194,8 @@ class Directory {
                                        Deadline deadline) = 0;
   // Is this incarnation gone for good (declared gone, superseded or left)?
   [[nodiscard]] virtual Result<bool> Gone(uint64_t incarnation, Deadline deadline) = 0;
+  // Calls that wait, and all that come later, end at once with kClosed.
+  virtual void Cancel() = 0;
 };
 
 }  // namespace bascule

@@ -4,9 +4,11 @@
 #include <grpcpp/grpcpp.h>
 
 #include <algorithm>
+#include <atomic>
+#include <condition_variable>
 #include <mutex>
 #include <new>
-#include <thread>
+#include <set>
 #include <utility>
 
 #include "bascule.grpc.pb.h"
@@ -84,6 +86,7 @@ class GrpcClient final : public RpcClient {
     message.set_request(request);
     std::string unreachable;
     while (true) {
+      if (cancelled_) return Status(Code::kClosed, "the session is closed").WithPeer(address_);
       const std::chrono::nanoseconds left = deadline.Left();
       if (left.count() == 0) break;
       // The handler ends a little earlier, so that its own answer, which says more, arrives.
@@ -101,10 +104,16 @@ class GrpcClient final : public RpcClient {
         }
         continue;
       }
-      if (status.error_code() != grpc::StatusCode::UNAVAILABLE) return StatusOf(status, address_);
+      // CANCELLED: by Cancel(), or by a server that is going down.
+      if (status.error_code() != grpc::StatusCode::UNAVAILABLE &&
+          status.error_code() != grpc::StatusCode::CANCELLED) {
+        return StatusOf(status, address_);
+      }
       unreachable = status.error_message();
-      std::this_thread::sleep_for(
-          std::min<std::chrono::nanoseconds>(deadline.Left(), std::chrono::milliseconds(50)));
+      std::unique_lock lock(mutex_);
+      changed_.wait_for(
+          lock, std::min<std::chrono::nanoseconds>(deadline.Left(), std::chrono::milliseconds(50)),
+          [this] { return cancelled_.load(); });
     }
     if (!unreachable.empty()) {
       return Status(Code::kUnavailable,
@@ -116,6 +125,13 @@ class GrpcClient final : public RpcClient {
         .WithPeer(address_);
   }
 
+  void Cancel() override {
+    std::lock_guard lock(mutex_);
+    cancelled_ = true;
+    for (grpc::ClientContext* call : calls_) call->TryCancel();
+    changed_.notify_all();
+  }
+
  private:
   grpc::Status CallOnce(const v1::CallRequest& message, std::chrono::nanoseconds left,
                         v1::CallReply* reply) {
@@ -124,7 +140,15 @@ class GrpcClient final : public RpcClient {
     // On the monotonic clock: a step of the wall clock must not move it.
     context.set_deadline(gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC),
                                       gpr_time_from_nanos(left.count(), GPR_TIMESPAN)));
-    return stub_->Call(&context, message, reply);
+    {
+      std::lock_guard lock(mutex_);
+      if (cancelled_) return grpc::Status(grpc::StatusCode::CANCELLED, "closed");
+      calls_.insert(&context);
+    }
+    grpc::Status status = stub_->Call(&context, message, reply);
+    std::lock_guard lock(mutex_);
+    calls_.erase(&context);
+    return status;
   }
 
   const ForkGuard fork_;
@@ -132,6 +156,11 @@ class GrpcClient final : public RpcClient {
   const std::string token_;
   std::shared_ptr<grpc::Channel> channel_;
   std::unique_ptr<v1::Channel::Stub> stub_;
+
+  std::atomic<bool> cancelled_{false};
+  std::mutex mutex_;  // guards calls_, and the setting of cancelled_
+  std::condition_variable changed_;
+  std::set<grpc::ClientContext*> calls_;  // in flight
 };
 
 }  // namespace

@@ -75,6 +75,7 @@ class GrpcDirectory final : public Directory {
   Result<bool> Gone(uint64_t incarnation, Deadline deadline) override {
     return Ask<bool>("Gone", Encode(ControlQuery{.incarnation = incarnation}), deadline);
   }
+  void Cancel() override { client_->Cancel(); }
 
  private:
   // The channel itself tries again while the server cannot be reached; this, while the answer is

@@ -72,6 +72,8 @@ class LocalDirectory final : public Directory {
     return service_->Serving(incarnation, id, servable);
   }
   Result<bool> Gone(uint64_t incarnation, Deadline) override { return service_->Gone(incarnation); }
+  // The service is this directory's own: what waits in it ends.
+  void Cancel() override { service_->Stop(); }
 
  private:
   std::shared_ptr<CoordinatorService> service_;

@@ -40,6 +40,8 @@ class RpcClient {
   // errors of the handler come with all fields of their Status. kForked in a fork()ed child.
   [[nodiscard]] virtual Result<std::string> Call(const std::string& method,
                                                  const std::string& request, Deadline deadline) = 0;
+  // Calls in flight, and all that come later, end at once with kClosed.
+  virtual void Cancel() = 0;
 };
 
 inline constexpr size_t kMaxTokenBytes = 4096;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "bascule/session.h"
+#include "base/fork_guard.h"
 #include "coordinator/grpc_directory.h"
 
 namespace bascule {
@@ -35,6 +36,7 @@ class Server final : public CoordinatorServer {
 }  // namespace
 
 Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(const JobOptions& job) {
+  BASCULE_RETURN_IF_ERROR(CheckNotForked());
   if (job.token.empty() && !IsLoopback(job.listen)) {
     return Status(Code::kInvalidArgument,
                   fmt::format("a coordinator at {} needs a job token; it may be empty only on "

@@ -177,7 +177,8 @@ uint64_t CopyProgram::Bytes() const {
 }
 
 Status CheckProgram(const CopyProgram& program, std::span<const ConstMemory> sources,
-                    std::span<const Memory> targets) {
+                    std::span<const Memory> targets,
+                    const std::function<std::string(uint64_t)>& name_of) {
   std::vector<Extent> extents(program.shapes.size());
   for (size_t i = 0; i < program.shapes.size(); ++i) {
     BASCULE_RETURN_IF_ERROR(CheckShape(program.shapes[i], i, &extents[i]));
@@ -201,7 +202,8 @@ Status CheckProgram(const CopyProgram& program, std::span<const ConstMemory> sou
       wrong = "outside its target";
     }
     if (wrong != nullptr) {
-      return Status(Code::kInvalidArgument, "copy operation " + std::to_string(i) + ": " + wrong);
+      return Status(Code::kInvalidArgument, "copy operation " + std::to_string(i) + ": " + wrong)
+          .WithTensor(name_of ? name_of(op.tensor_key) : "");
     }
   }
   return Status::Ok();

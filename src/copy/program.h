@@ -7,7 +7,9 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "bascule/dtype.h"
@@ -76,8 +78,10 @@ struct Memory {
   uint64_t bytes = 0;
 };
 
-// Every operation lies inside its bases, dtypes are castable, sums are in range.
+// Every operation lies inside its bases, dtypes are castable, sums are in range. The error names
+// the tensor where `name_of` tells the name that goes with a key.
 [[nodiscard]] Status CheckProgram(const CopyProgram& program, std::span<const ConstMemory> sources,
-                                  std::span<const Memory> targets);
+                                  std::span<const Memory> targets,
+                                  const std::function<std::string(uint64_t)>& name_of = {});
 
 }  // namespace bascule

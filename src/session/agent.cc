@@ -172,10 +172,16 @@ Status Agent::Close(Deadline deadline) {
     stop_ = true;
     wake_.notify_all();
   }
+  // Calls of other threads, which may wait long, end here. (Most of all those that wait for the
+  // coordinator that this process hosts and is about to stop.)
+  directory_->Cancel();
   if (thread_.joinable()) thread_.join();
   // A coordinator that is gone already cannot be told and need not be.
   const Deadline patience = deadline.Earlier(Deadline::In(std::chrono::seconds(1)));
-  Status left = gone_ ? Status::Ok() : directory_->Leave(incarnation_, patience);
+  Status left;
+  if (!gone_) {
+    left = MakeGrpcDirectory(coordinator_, options_.job.token)->Leave(incarnation_, patience);
+  }
   if (left.code() == Code::kUnavailable || left.code() == Code::kDeadlineExceeded) left = {};
   if (server_) server_->Stop();
   return left;

@@ -126,11 +126,14 @@ std::vector<CountedBox> CountedFor(const World& world, uint32_t self, uint32_t r
 }
 
 std::string RowOf(const std::string& tensor, AuditScope scope) {
-  return scope == AuditScope::kAllByTensor ? tensor : LayerOf(tensor);
+  const bool by_tensor =
+      scope == AuditScope::kAllByTensor || scope == AuditScope::kRotationByTensor;
+  return by_tensor ? tensor : LayerOf(tensor);
 }
 
 bool InScope(const std::string& tensor, AuditScope scope, uint64_t version) {
-  return scope != AuditScope::kRotationByLayer || InRotation(TensorKey(tensor), version);
+  const bool all = scope == AuditScope::kAllByTensor || scope == AuditScope::kAllByLayer;
+  return all || InRotation(TensorKey(tensor), version);
 }
 
 }  // namespace bascule

@@ -93,12 +93,12 @@ void JoinAll(std::vector<StridedMemory>* memories) {
 
 // Appends copies of the innermost `dims` of the memory. Where a shape has no room for all
 // dimensions, the outermost becomes several operations.
-void AddBytes(uint32_t buffer, const StridedMemory& memory, int dims, int64_t offset,
+void AddBytes(uint32_t buffer, uint64_t key, const StridedMemory& memory, int dims, int64_t offset,
               CopyProgram* program) {
   if (dims + 1 > kMaxDims) {
     const StridedDim& outer = memory.dim(dims - 1);
     for (int64_t i = 0; i < outer.extent; ++i) {
-      AddBytes(buffer, memory, dims - 1, offset + i * outer.stride, program);
+      AddBytes(buffer, key, memory, dims - 1, offset + i * outer.stride, program);
     }
     return;
   }
@@ -118,6 +118,7 @@ void AddBytes(uint32_t buffer, const StridedMemory& memory, int dims, int64_t of
   CopyOp op;
   op.source_base = op.target_base = buffer;
   op.source_offset = op.target_offset = offset;
+  op.tensor_key = key;
   program->Add(shape, op);
 }
 
@@ -125,14 +126,19 @@ void AddBytes(uint32_t buffer, const StridedMemory& memory, int dims, int64_t of
 
 CopyProgram BuildCommit(const Layout& layout) {
   std::vector<std::vector<StridedMemory>> memories(layout.buffers.size());
+  std::vector<uint64_t> keys(layout.buffers.size());
   for (const Binding& binding : layout.bindings) {
-    if (!binding.box.empty()) memories[binding.buffer].push_back(MemoryOf(binding));
+    if (binding.box.empty()) continue;
+    if (memories[binding.buffer].empty()) {
+      keys[binding.buffer] = TensorKey(layout.tensors[binding.tensor].name);
+    }
+    memories[binding.buffer].push_back(MemoryOf(binding));
   }
   CopyProgram program;
   for (uint32_t buffer = 0; buffer < memories.size(); ++buffer) {
     JoinAll(&memories[buffer]);
     for (const StridedMemory& memory : memories[buffer]) {
-      AddBytes(buffer, memory, memory.dims(), memory.offset(), &program);
+      AddBytes(buffer, keys[buffer], memory, memory.dims(), memory.offset(), &program);
     }
   }
   return program;

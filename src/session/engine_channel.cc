@@ -108,7 +108,7 @@ Result<std::string> EngineChannel::Handle(const std::string& method, const std::
     std::unique_lock lock(mutex_);
     Outcome outcome = Outcome::kNotLearned;
     if (decider_ && key.decider == decider_->incarnation()) {
-      outcome = abort ? decider_->Abort(key, why) : decider_->OutcomeOf(key);
+      outcome = abort ? decider_->AbortAsked(key, why) : decider_->OutcomeOf(key);
       if (outcome == Outcome::kUndecided) {
         // The asker waits for the decision: hold its call for a while.
         changed_.wait_until(lock, deadline.Earlier(Deadline::In(kSlice)).at(), [&] {
@@ -495,10 +495,11 @@ Status EngineChannel::Vote(const UpdateKey& key, bool ok, const std::string& why
 }
 
 // The core has learned `outcome` (or had before): says what the caller gets.
-Status EngineChannel::AfterOutcome(const UpdateKey& key, Outcome outcome) {
+Status EngineChannel::AfterOutcome(const UpdateKey& key, const Learned& learned) {
   std::lock_guard lock(mutex_);
-  if (outcome == Outcome::kCommit) return Status::Ok();
-  return NotDecided(decider_ ? decider_->WhyAborted(key) : "as rank 0 recorded");
+  if (learned.outcome == Outcome::kCommit) return Status::Ok();
+  if (decider_) return NotDecided(decider_->WhyAborted(key));
+  return NotDecided(learned.why.empty() ? "as the engine's other ranks know" : learned.why);
 }
 
 Status EngineChannel::Decide(const UpdateKey& key, Deadline deadline) {
@@ -537,25 +538,27 @@ Status EngineChannel::LeaderDecide(const UpdateKey& key, Deadline deadline) {
       (void)core_.LearnFromDecider(key, outcome);
       changed_.notify_all();
       lock.unlock();
-      return AfterOutcome(key, outcome);
+      return AfterOutcome(key, {outcome, ""});
     }
     changed_.wait_until(lock, deadline.Earlier(Deadline::In(milliseconds(100))).at());
   }
 }
 
-Result<Outcome> EngineChannel::AskOutcome(uint32_t rank, const UpdateKey& key, bool decider_gone,
-                                          bool abort, Deadline deadline) {
+Result<EngineChannel::Learned> EngineChannel::AskOutcome(uint32_t rank, const UpdateKey& key,
+                                                         bool decider_gone,
+                                                         const std::string& abort,
+                                                         Deadline deadline) {
   WireWriter out;
   PutKey(&out, key);
   out.U8(decider_gone ? 1 : 0);
-  out.U8(abort ? 1 : 0);
-  out.Bytes(fmt::format("{} reached its deadline", Name(options_.rank)));
+  out.U8(abort.empty() ? 0 : 1);
+  out.Bytes(abort);
   BASCULE_ASSIGN_OR_RETURN(std::string bytes, AskRank(rank, "outcome", out.Take(), deadline));
   WireReader in(bytes);
   const uint8_t outcome = in.U8();
-  (void)in.Bytes();
+  std::string why = in.Bytes();
   if (!in.done() || outcome > static_cast<uint8_t>(Outcome::kNotLearned)) return Malformed();
-  return static_cast<Outcome>(outcome);
+  return Learned{static_cast<Outcome>(outcome), std::move(why)};
 }
 
 // Asks the decider until it answers; near the deadline asks it to record an abort, so that the
@@ -576,20 +579,25 @@ Status EngineChannel::FollowerDecide(const UpdateKey& key, Deadline deadline) {
       const bool give_up = patience.Passed();
       const Deadline ask =
           give_up ? Deadline::In(kProbe).Earlier(deadline) : Deadline::In(kSlice).Earlier(patience);
-      auto outcome = AskOutcome(0, key, false, give_up, ask);
-      if (outcome.ok() && (*outcome == Outcome::kCommit || *outcome == Outcome::kAbort)) {
+      const std::string abort =
+          give_up ? Name(options_.rank) + " waited for the decision until its deadline" : "";
+      auto answer = AskOutcome(0, key, false, abort, ask);
+      const Outcome outcome = answer.ok() ? answer->outcome : Outcome::kNotLearned;
+      if (outcome == Outcome::kCommit || outcome == Outcome::kAbort) {
         bool learned = false;
         {
           std::lock_guard lock(mutex_);
-          learned = core_.LearnFromDecider(key, *outcome) || !core_.Refuses(key.decider);
+          learned = core_.LearnFromDecider(key, outcome) || !core_.Refuses(key.decider);
           changed_.notify_all();
         }
-        if (learned) return AfterOutcome(key, *outcome);
+        if (learned) return AfterOutcome(key, *answer);
       }
-      if (outcome.ok() && *outcome == Outcome::kUndecided) continue;
+      // A question cut short by the end of this rank's patience says nothing about the leader.
+      const bool cut_short = !give_up && patience.Passed();
+      if (outcome == Outcome::kUndecided || cut_short) continue;
     }
     auto concluded = TerminationRound(&termination, deadline);
-    if (concluded) return AfterOutcome(key, *concluded);
+    if (concluded) return AfterOutcome(key, {*concluded, ""});
     WaitCore([&](const RankCore& core) { return core.state() == ReceiverState::kDecided; },
              Deadline::In(milliseconds(50)).Earlier(deadline));
   }
@@ -634,8 +642,8 @@ std::optional<Outcome> EngineChannel::TerminationRound(Termination* termination,
       case Termination::Question::kAskDecider:
       case Termination::Question::kAskRank: {
         auto outcome =
-            AskOutcome(question.rank, termination->key(), question.decider_gone, false, probe);
-        if (outcome.ok()) termination->OnOutcome(question, *outcome);
+            AskOutcome(question.rank, termination->key(), question.decider_gone, "", probe);
+        if (outcome.ok()) termination->OnOutcome(question, outcome->outcome);
         break;
       }
     }
@@ -681,30 +689,28 @@ void EngineChannel::ResolveDoubt(Deadline deadline) {
   // Two rounds: the second asks for pledges when the first found the decider gone.
   for (int round = 0; round < 2 && !deadline.Passed(); ++round) {
     auto outcome = TerminationRound(&termination, deadline);
-    if (!outcome) continue;
-    (void)AfterOutcome(key, *outcome);
-    return;
+    if (outcome) return;
   }
 }
 
 Status EngineChannel::Abort(const UpdateKey& key, const std::string& why, Deadline deadline) {
-  Outcome outcome = Outcome::kNotLearned;
+  Learned learned;
   if (leads()) {
     std::lock_guard lock(mutex_);
-    outcome = decider_->Abort(key, why);
-    (void)core_.LearnFromDecider(key, outcome);
+    learned.outcome = decider_->Abort(key, why);
+    (void)core_.LearnFromDecider(key, learned.outcome);
     changed_.notify_all();
   } else {
-    BASCULE_ASSIGN_OR_RETURN(outcome, AskOutcome(0, key, false, true, deadline));
+    BASCULE_ASSIGN_OR_RETURN(learned, AskOutcome(0, key, false, why, deadline));
     std::lock_guard lock(mutex_);
     if (core_.Refuses(key.decider)) {
-      outcome = Outcome::kNotLearned;
+      learned.outcome = Outcome::kNotLearned;
     } else {
-      (void)core_.LearnFromDecider(key, outcome);
+      (void)core_.LearnFromDecider(key, learned.outcome);
     }
     changed_.notify_all();
   }
-  if (outcome == Outcome::kNotLearned) {
+  if (learned.outcome == Outcome::kNotLearned) {
     // The decider of that update is gone: learn as a rank in doubt does.
     {
       std::lock_guard lock(mutex_);
@@ -717,8 +723,7 @@ Status EngineChannel::Abort(const UpdateKey& key, const std::string& why, Deadli
     }
     return Status::Ok();
   }
-  Status status = AfterOutcome(key, outcome);
-  if (status.ok()) {
+  if (learned.outcome == Outcome::kCommit) {
     return Status(Code::kBusy, "the update was decided already; commit it");
   }
   return Status::Ok();

@@ -106,14 +106,20 @@ class EngineChannel {
                                               Deadline deadline);
   [[nodiscard]] Status Hello(Deadline deadline);
   [[nodiscard]] Status EnsureIntroduced(Deadline deadline);
-  [[nodiscard]] Result<Outcome> AskOutcome(uint32_t rank, const UpdateKey& key, bool decider_gone,
-                                           bool abort, Deadline deadline);
+  // What a rank answers about an update; `why` goes with an abort, where it is known.
+  struct Learned {
+    Outcome outcome = Outcome::kNotLearned;
+    std::string why;
+  };
+  // `abort`: why the decider should record an abort if it has not decided; empty: only ask.
+  [[nodiscard]] Result<Learned> AskOutcome(uint32_t rank, const UpdateKey& key, bool decider_gone,
+                                           const std::string& abort, Deadline deadline);
   [[nodiscard]] Result<std::shared_ptr<RpcClient>> ClientOf(uint32_t rank, Deadline deadline);
   void AwaitIntroductions(Deadline deadline);
   [[nodiscard]] Result<PollResult> LeaderPoll(Deadline deadline);
   [[nodiscard]] Status LeaderDecide(const UpdateKey& key, Deadline deadline);
   [[nodiscard]] Status FollowerDecide(const UpdateKey& key, Deadline deadline);
-  [[nodiscard]] Status AfterOutcome(const UpdateKey& key, Outcome outcome);
+  [[nodiscard]] Status AfterOutcome(const UpdateKey& key, const Learned& learned);
   [[nodiscard]] std::optional<Outcome> TerminationRound(Termination* termination,
                                                         Deadline deadline);
   void NoteGone(uint64_t incarnation);

@@ -336,6 +336,11 @@ Outcome DeciderCore::Abort(const UpdateKey& key, std::string why) {
   return it->second.outcome;
 }
 
+Outcome DeciderCore::AbortAsked(const UpdateKey& key, const std::string& why) {
+  const std::string missing = Missing(key);
+  return Abort(key, missing.empty() ? why : why + "; " + missing);
+}
+
 Outcome DeciderCore::OutcomeOf(const UpdateKey& key) const {
   if (key.decider != incarnation_) return Outcome::kNotLearned;
   auto it = updates_.find(key);

@@ -161,6 +161,8 @@ class DeciderCore {
   Outcome TryDecide(const UpdateKey& key);
   // Records abort if undecided. Returns what is recorded.
   Outcome Abort(const UpdateKey& key, std::string why);
+  // The same on behalf of another rank, which cannot know who holds the update up: adds that.
+  Outcome AbortAsked(const UpdateKey& key, const std::string& why);
   [[nodiscard]] Outcome OutcomeOf(const UpdateKey& key) const;
   [[nodiscard]] std::string WhyAborted(const UpdateKey& key) const;
   void Serving(uint32_t rank, uint64_t incarnation, VersionId id);

@@ -13,9 +13,6 @@ namespace bascule {
 // service of that name): a mistyped setting must not be ignored in silence.
 [[nodiscard]] Status CheckEnvironment();
 
-// kForked in the child of a process that had connected. Before anything of gRPC is used.
-[[nodiscard]] Status CheckNotForked();
-
 // Every buffer is CPU memory: this build has no CUDA.
 [[nodiscard]] Status CheckHostMemory(const Layout& layout);
 

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <set>
 
+#include "session/program_fault.h"
 #include "session/source_service.h"
 
 namespace bascule {
@@ -262,27 +263,34 @@ Status Lander::BuildLandingProgram() {
   for (const Source& source : plan_->sources) serials.push_back(source.open.layout_serial);
   if (plan_->landing_built && plan_->built_for == serials) return Status::Ok();
   const World& world = plan_->view->world();
-  std::map<uint32_t, std::vector<std::vector<SourcePlace>>> places;
+  std::map<uint32_t, const Source*> source_of;
   uint32_t next_base = 0;
   for (Source& source : plan_->sources) {
-    const Member& member = world.members[source.member];
-    const WorldTemplate& theirs = *world.templates[member.world_template];
     source.first_base = next_base;
     next_base += static_cast<uint32_t>(std::max<size_t>(source.regions.size(), 1));
-    if (source.open.direct) {
-      places[source.member] = source.open.places;
-      for (auto& tensor : places[source.member]) {
-        for (SourcePlace& place : tensor) place.base += source.first_base;
-      }
-    } else {
-      places[source.member] =
-          PlacesOfArena(MapArena(theirs, member.coordinates), theirs, source.first_base);
-    }
+    source_of[source.member] = &source;
   }
-  auto lookup = [&places](uint32_t member, uint32_t tensor) -> std::span<const SourcePlace> {
-    auto it = places.find(member);
-    if (it == places.end() || tensor >= it->second.size()) return {};
-    return it->second[tensor];
+  // One source's places at a time: members are asked for one after the other.
+  std::optional<ArenaPlaces> arena;
+  int64_t arena_member = -1;
+  std::vector<SourcePlace> direct;
+  auto lookup = [&](uint32_t member, uint32_t tensor) -> std::span<const SourcePlace> {
+    auto it = source_of.find(member);
+    if (it == source_of.end()) return {};
+    const Source& source = *it->second;
+    if (!source.open.direct) {
+      const Member& theirs = world.members[member];
+      if (arena_member != member) {
+        arena.emplace(*world.templates[theirs.world_template], theirs.coordinates,
+                      source.first_base);
+        arena_member = member;
+      }
+      return arena->Of(tensor);
+    }
+    if (tensor >= source.open.places.size()) return {};
+    direct = source.open.places[tensor];
+    for (SourcePlace& place : direct) place.base += source.first_base;
+    return direct;
   };
   BASCULE_ASSIGN_OR_RETURN(plan_->landing, BuildLanding(plan_->part, world, layout_, lookup));
   plan_->bases = next_base;
@@ -331,10 +339,17 @@ Status Lander::Land(VersionId id, const std::function<bool()>& cancelled, Deadli
     }
   }
   const std::vector<Memory> targets = options_.in_place ? LiveTargets() : ShadowTargets();
-  BASCULE_RETURN_IF_ERROR(CheckProgram(plan_->landing.program, bases, targets));
+  LandingProgram damaged;
+  if (HasProgramFault()) {
+    damaged = plan_->landing;
+    ApplyProgramFault(ProgramKind::kLanding, options_.name, &damaged.program, &damaged.first_op);
+  }
+  const LandingProgram& landing = HasProgramFault() ? damaged : plan_->landing;
+  BASCULE_RETURN_IF_ERROR(CheckProgram(landing.program, bases, targets,
+                                       [this](uint64_t key) { return plan_->name_of_key[key]; }));
 
   const bool digest = options_.rollout.digest;
-  std::vector<Sum> sums(plan_->landing.program.sums);
+  std::vector<Sum> sums(landing.program.sums);
   CpuExecutor::Options run;
   run.digest = digest;
   auto last_lease = std::chrono::steady_clock::now();
@@ -351,9 +366,9 @@ Status Lander::Land(VersionId id, const std::function<bool()>& cancelled, Deadli
   const auto chunks = static_cast<uint32_t>(plan_->part.chunks.size());
   const uint32_t batch = 64;
   for (uint32_t first = 0; first < chunks && status.ok(); first += batch) {
-    run.first_op = plan_->landing.first_op[first];
-    run.last_op = plan_->landing.first_op[std::min(first + batch, chunks)];
-    status = executor_.Run(plan_->landing.program, bases, targets, sums, run);
+    run.first_op = landing.first_op[first];
+    run.last_op = landing.first_op[std::min(first + batch, chunks)];
+    status = executor_.Run(landing.program, bases, targets, sums, run);
     auto now = std::chrono::steady_clock::now();
     if (now - last_lease < kLeaseEvery) continue;
     last_lease = now;
@@ -390,13 +405,15 @@ Status Lander::Land(VersionId id, const std::function<bool()>& cancelled, Deadli
   if (!digest) return Status::Ok();
   const int64_t verify_start = NowNs();
   BASCULE_RETURN_IF_ERROR(CheckChunks(id, sums, deadline));
-  BASCULE_RETURN_IF_ERROR(ReadBack(id, sums, targets, cancelled));
+  BASCULE_RETURN_IF_ERROR(ReadBack(id, landing, sums, targets, cancelled));
   for (size_t slot = 0; slot < sums.size(); ++slot) {
     landed_.tensors[plan_->name_of_key[plan_->slot_key[slot]]] += sums[slot];
   }
+  BASCULE_ASSIGN_OR_RETURN(landed_.transformed, TransformedRows(targets, cancelled));
   if (landed_.first) {
     // While the leases hold: what the trainers' own layouts say this rank must hold.
-    BASCULE_ASSIGN_OR_RETURN(landed_.layers, TrainerRows(id, AuditScope::kAllByLayer, deadline));
+    const AuditScope scope = transforms_ ? AuditScope::kAllByTensor : AuditScope::kAllByLayer;
+    BASCULE_ASSIGN_OR_RETURN(landed_.trainers, TrainerRows(id, scope, deadline));
   }
   phases_.verify = NowNs() - verify_start;
   return Status::Ok();
@@ -442,7 +459,7 @@ Status Lander::CheckChunks(VersionId id, const std::vector<Sum>& sums, Deadline 
 }
 
 // Reads the destination again: all chunks of a plan's first version, then a rotating sixteenth.
-Status Lander::ReadBack(VersionId id, const std::vector<Sum>& sums,
+Status Lander::ReadBack(VersionId id, const LandingProgram& landing, const std::vector<Sum>& sums,
                         const std::vector<Memory>& targets,
                         const std::function<bool()>& cancelled) {
   std::vector<Sum> again(sums.size());
@@ -457,9 +474,9 @@ Status Lander::ReadBack(VersionId id, const std::vector<Sum>& sums,
     }
     uint32_t last = chunk + 1;
     while (last < chunks && selected(last)) ++last;
-    run.first_op = plan_->landing.first_op[chunk];
-    run.last_op = plan_->landing.first_op[last];
-    BASCULE_RETURN_IF_ERROR(executor_.DigestTargets(plan_->landing.program, targets, again, run));
+    run.first_op = landing.first_op[chunk];
+    run.last_op = landing.first_op[last];
+    BASCULE_RETURN_IF_ERROR(executor_.DigestTargets(landing.program, targets, again, run));
     chunk = last;
   }
   for (size_t slot = 0; slot < sums.size(); ++slot) {
@@ -483,7 +500,16 @@ Status Lander::Switch() {
   }
   CpuExecutor::Options run;
   run.digest = false;
-  return executor_.Run(commit_, sources, LiveTargets(), {}, run);
+  const std::vector<Memory> targets = LiveTargets();
+  CopyProgram damaged;
+  const CopyProgram& program = WithFault(ProgramKind::kCommit, options_.name, commit_, &damaged);
+  BASCULE_RETURN_IF_ERROR(CheckProgram(program, sources, targets, [this](uint64_t key) {
+    auto it =
+        std::find_if(layout_.tensors.begin(), layout_.tensors.end(),
+                     [key](const LogicalTensor& tensor) { return TensorKey(tensor.name) == key; });
+    return it == layout_.tensors.end() ? std::string() : it->name;
+  }));
+  return executor_.Run(program, sources, targets, {}, run);
 }
 
 Result<AuditRows> Lander::TrainerRows(VersionId id, AuditScope scope, Deadline deadline) {
@@ -549,10 +575,24 @@ Status Lander::CompareRows(const AuditRows& expected, const AuditRows& live,
   return Status::Ok();
 }
 
-Result<AuditRows> Lander::TransformedRows(const std::function<bool()>& cancelled) const {
+void Lander::SplitTransformed(const AuditRows& landed, AuditRows* live, AuditRows* codes) const {
+  for (const Binding& binding : layout_.bindings) {
+    const std::string& name = plan_->resolved[binding.tensor];
+    if (binding.function == LandingFunction::kNone || name.empty()) continue;
+    auto sum = landed.find(name);
+    if (sum == landed.end()) continue;
+    (*codes)[name] = sum->second;
+    auto row = live->find(name);
+    if (row != live->end() && row->second.elements != sum->second.elements) live->erase(row);
+  }
+}
+
+Result<AuditRows> Lander::TransformedRows(const std::vector<Memory>& targets,
+                                          const std::function<bool()>& cancelled) const {
   AuditRows rows;
   if (!transforms_) return rows;
   Layout results = layout_;
+  for (size_t i = 0; i < targets.size(); ++i) results.buffers[i].data = targets[i].data;
   std::erase_if(results.bindings,
                 [](const Binding& b) { return b.function == LandingFunction::kNone; });
   std::vector<DType> dtype(results.tensors.size());
@@ -572,29 +612,26 @@ Result<AuditRows> Lander::TransformedRows(const std::function<bool()>& cancelled
   return rows;
 }
 
-Status Lander::MarkLive() {
-  live_ = landed_;
-  if (!options_.rollout.digest) return Status::Ok();
-  BASCULE_ASSIGN_OR_RETURN(live_.transformed, TransformedRows({}));
-  return Status::Ok();
-}
-
 Status Lander::AuditLive(const std::function<bool()>& cancelled) {
   if (!plan_ || live_.tensors.empty()) return Status::Ok();
   if (SumPadding(layout_) != live_.padding) {
     return Loss("bytes that no tensor covers (padding) have changed since connect", "", "");
   }
-  BASCULE_ASSIGN_OR_RETURN(AuditRows transformed, TransformedRows(cancelled));
+  BASCULE_ASSIGN_OR_RETURN(AuditRows transformed, TransformedRows(LiveTargets(), cancelled));
   BASCULE_RETURN_IF_ERROR(
-      CompareRows(live_.transformed, transformed, "what their landing function made at commit"));
+      CompareRows(live_.transformed, transformed, "what their landing function made"));
   BASCULE_ASSIGN_OR_RETURN(AuditRows live, LiveRows(AuditScope::kAllByTensor, 0, cancelled));
+  AuditRows codes;
+  SplitTransformed(live_.tensors, &live, &codes);
   BASCULE_RETURN_IF_ERROR(CompareRows(live_.tensors, live, "what was committed"));
-  // Layers that hold transformed tensors cannot be compared after the function; the landing pass
-  // has summed their codes before it.
-  if (live_.layers.empty() || transforms_) return Status::Ok();
+  if (live_.trainers.empty()) return Status::Ok();
+  if (transforms_) {
+    BASCULE_RETURN_IF_ERROR(CompareRows(live_.trainers, codes, "what the trainers hold"));
+    return CompareRows(live_.trainers, live, "what the trainers hold");
+  }
   AuditRows layers;
   for (const auto& [name, sum] : live) layers[RowOf(name, AuditScope::kAllByLayer)] += sum;
-  Status status = CompareRows(live_.layers, layers, "what the trainers hold");
+  Status status = CompareRows(live_.trainers, layers, "what the trainers hold");
   if (status.code() != Code::kDataLoss) return status;
   // Drill down to the tensor, as long as the trainers still hold the version.
   auto rows =
@@ -605,9 +642,19 @@ Status Lander::AuditLive(const std::function<bool()>& cancelled) {
 }
 
 Status Lander::AuditRotation(VersionId id, Deadline deadline) {
-  BASCULE_ASSIGN_OR_RETURN(AuditRows expected,
-                           TrainerRows(id, AuditScope::kRotationByLayer, deadline));
-  BASCULE_ASSIGN_OR_RETURN(AuditRows live, LiveRows(AuditScope::kRotationByLayer, id.version, {}));
+  const AuditScope scope =
+      transforms_ ? AuditScope::kRotationByTensor : AuditScope::kRotationByLayer;
+  BASCULE_ASSIGN_OR_RETURN(AuditRows expected, TrainerRows(id, scope, deadline));
+  BASCULE_ASSIGN_OR_RETURN(AuditRows live, LiveRows(scope, id.version, {}));
+  if (transforms_) {
+    AuditRows codes;
+    SplitTransformed(live_.tensors, &live, &codes);
+    std::erase_if(codes, [&](const auto& row) { return !InScope(row.first, scope, id.version); });
+    live.insert(codes.begin(), codes.end());
+    BASCULE_ASSIGN_OR_RETURN(AuditRows transformed, TransformedRows(LiveTargets(), {}));
+    BASCULE_RETURN_IF_ERROR(
+        CompareRows(live_.transformed, transformed, "what their landing function made"));
+  }
   for (const auto& [name, sum] : live) {
     auto it = expected.find(name);
     const uint64_t counted = it == expected.end() ? 0 : it->second.elements;
@@ -615,7 +662,14 @@ Status Lander::AuditRotation(VersionId id, Deadline deadline) {
       return Status(Code::kRetired, "the trainers no longer hold the whole version");
     }
   }
-  return CompareRows(expected, live, "what the trainers hold");
+  Status status = CompareRows(expected, live, "what the trainers hold");
+  if (status.code() != Code::kDataLoss || transforms_) return status;
+  // Drill down, as long as the trainers still hold the version.
+  auto rows = TrainerRows(id, AuditScope::kRotationByTensor, deadline);
+  auto named = LiveRows(AuditScope::kRotationByTensor, id.version, {});
+  if (!rows.ok() || !named.ok()) return status;
+  Status tensor = CompareRows(*rows, *named, "what the trainers hold");
+  return tensor.code() == Code::kDataLoss ? tensor : status;
 }
 
 }  // namespace bascule

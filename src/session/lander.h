@@ -24,9 +24,11 @@ namespace bascule {
 // What is known of a version that was landed whole: enough to audit it without any trainer.
 struct LandedVersion {
   VersionId id;
-  AuditRows tensors;      // by name as the source has it: sums of what landed
-  AuditRows layers;       // as the trainers sum their own layouts; for the first version of a plan
-  AuditRows transformed;  // live results of landing functions, recorded at commit
+  AuditRows tensors;  // by name as the source has it: sums of what landed
+  // As the trainers sum their own layouts, for the first version of a plan: by layer, or by tensor
+  // where some have a landing function.
+  AuditRows trainers;
+  AuditRows transformed;  // what landing functions made, where it landed
   bool first = false;     // the first version under its plan: audited before COMMITTED
   uint64_t padding = 0;   // sum of padding bytes at connect
 };
@@ -67,9 +69,8 @@ class Lander {
   [[nodiscard]] Status AuditRotation(VersionId id, Deadline deadline);
 
   [[nodiscard]] const LandedVersion& landed() const { return landed_; }
-  // The live weights are now those that landed last: what AuditLive speaks of. Records the sums of
-  // what landing functions made of them.
-  [[nodiscard]] Status MarkLive();
+  // The live weights are now those that landed last: what AuditLive speaks of.
+  void MarkLive() { live_ = landed_; }
   // The live weights are no version's.
   void MarkBroken() { live_ = {}; }
   // A version under this plan was audited whole: later ones are audited in rotation.
@@ -80,7 +81,6 @@ class Lander {
   [[nodiscard]] uint64_t part_bytes() const { return plan_ ? plan_->part.bytes : 0; }
   [[nodiscard]] uint64_t shadow_bytes() const { return shadow_ ? shadow_->bytes() : 0; }
   [[nodiscard]] std::vector<LinkReport> Links() const;
-  [[nodiscard]] bool transforms() const { return transforms_; }
 
  private:
   struct Source {
@@ -125,8 +125,8 @@ class Lander {
                            Deadline deadline) const;
   [[nodiscard]] PeerRequest Request(PeerMethod method, VersionId id) const;
   [[nodiscard]] Status CheckChunks(VersionId id, const std::vector<Sum>& sums, Deadline deadline);
-  [[nodiscard]] Status ReadBack(VersionId id, const std::vector<Sum>& sums,
-                                const std::vector<Memory>& targets,
+  [[nodiscard]] Status ReadBack(VersionId id, const LandingProgram& landing,
+                                const std::vector<Sum>& sums, const std::vector<Memory>& targets,
                                 const std::function<bool()>& cancelled);
   [[nodiscard]] Result<AuditRows> TrainerRows(VersionId id, AuditScope scope, Deadline deadline);
   [[nodiscard]] Result<AuditRows> LiveRows(AuditScope scope, uint64_t version,
@@ -135,7 +135,11 @@ class Lander {
   // functions, whose live results are compared apart.
   [[nodiscard]] Status CompareRows(const AuditRows& expected, const AuditRows& live,
                                    const char* what) const;
-  [[nodiscard]] Result<AuditRows> TransformedRows(const std::function<bool()>& cancelled) const;
+  // Takes rows out of `live` that do not hold all that landed of a tensor with a landing function;
+  // `codes`: what landed of those tensors, summed before the function.
+  void SplitTransformed(const AuditRows& landed, AuditRows* live, AuditRows* codes) const;
+  [[nodiscard]] Result<AuditRows> TransformedRows(const std::vector<Memory>& targets,
+                                                  const std::function<bool()>& cancelled) const;
   [[nodiscard]] std::vector<Memory> LiveTargets() const;
   [[nodiscard]] std::vector<Memory> ShadowTargets() const;
   [[nodiscard]] Status Loss(std::string message, const std::string& tensor,

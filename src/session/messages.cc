@@ -64,7 +64,7 @@ Result<PeerRequest> DecodePeerRequest(std::string_view bytes) {
   uint8_t scope = in.U8();
   request.live.resize(in.Count(sizeof(uint32_t)));
   for (uint32_t& rank : request.live) rank = in.U32();
-  if (!in.done() || method < 1 || method > 5 || scope > 2) return Malformed("peer request");
+  if (!in.done() || method < 1 || method > 5 || scope > 3) return Malformed("peer request");
   request.method = static_cast<PeerMethod>(method);
   request.scope = static_cast<AuditScope>(scope);
   return request;

@@ -22,6 +22,7 @@ enum class AuditScope : uint8_t {
   kAllByLayer = 0,       // every tensor the receiver holds, summed per layer
   kRotationByLayer = 1,  // InRotation(tensor, version) only, per layer
   kAllByTensor = 2,      // drill-down; a tensor whose arena was damaged has no row
+  kRotationByTensor = 3,
 };
 
 struct PeerRequest {

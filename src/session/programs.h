@@ -116,7 +116,7 @@ class ArenaPlaces {
 
 // The switch: copies every byte that bindings cover from the shadow (source base i = copy of buffer
 // i, same offsets) to the live buffers (target base i). Bytes that no binding covers are not
-// touched. Few, long runs.
+// touched. Few, long runs; the key is that of the first tensor in the buffer.
 [[nodiscard]] CopyProgram BuildCommit(const Layout& layout);
 
 }  // namespace bascule

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "bascule/session.h"
+#include "base/fork_guard.h"
 #include "session/agent.h"
 #include "session/engine_channel.h"
 #include "session/environment.h"
@@ -111,7 +112,7 @@ struct ReceiverShared {
   std::mutex mutex;                            // guards what follows
   UpdateKey staging;                           // of the job in progress or done last
   Status staged;                               // its outcome
-  std::atomic<bool> stage_ended{true};         // it is over and the leader was told
+  UpdateKey ended;                             // of the job that is over, its leader told
   std::shared_ptr<std::atomic<bool>> give_up;  // its cancel flag
   std::function<Status(VersionId)> hook;
   Status why_poisoned;
@@ -136,6 +137,10 @@ struct ReceiverShared {
   void CancelStaging() {
     std::lock_guard lock(mutex);
     if (give_up) give_up->store(true);
+  }
+  [[nodiscard]] bool Ended(const UpdateKey& key) {
+    std::lock_guard lock(mutex);
+    return ended == key;
   }
   // Why an update ended without a commit on this rank.
   [[nodiscard]] Status StagedStatus(const UpdateKey& key) {
@@ -186,7 +191,11 @@ void ReceiverShared::RunStage(const UpdateKey& key, const PlanBasis& basis,
       channel->WithCore([&](RankCore& core) { return core.EndStage(key, status.ok()); });
   // A leader that cannot be told aborts by its deadline.
   if (mine) (void)channel->Vote(key, status.ok(), status.ToString(), deadline);
-  channel->WithCore([this](RankCore&) { stage_ended = true; });
+  {
+    std::lock_guard lock(mutex);
+    ended = key;
+  }
+  channel->WithCore([](RankCore&) {});  // wakes who waits for it
 }
 
 class UpdateImpl final : public Update {
@@ -298,7 +307,7 @@ Status UpdateImpl::Stage(Deadline deadline) {
     shared_->staging = key;
     shared_->staged = Status::Ok();
     shared_->give_up = cancel;
-    shared_->stage_ended = landed;
+    if (landed) shared_->ended = key;
   }
   if (landed) return Tag(shared_->channel->Vote(key, true, "", deadline));
   shared_->worker->Post([shared = shared_.get(), key, basis = basis_, cancel, deadline] {
@@ -313,7 +322,7 @@ Status UpdateImpl::WaitStaged(Deadline deadline) {
   const bool ended = shared_->channel->WaitCore(
       [&](const RankCore& core) {
         return core.key() != key ||
-               (core.state() != ReceiverState::kStaging && shared_->stage_ended);
+               (core.state() != ReceiverState::kStaging && shared_->Ended(key));
       },
       deadline);
   if (!ended) {
@@ -413,7 +422,7 @@ Status UpdateImpl::SwitchTo(const UpdateKey& key, Deadline deadline) {
   } else {
     BASCULE_RETURN_IF_ERROR(lander.Switch());
   }
-  BASCULE_RETURN_IF_ERROR(lander.MarkLive());
+  lander.MarkLive();
   {
     std::lock_guard lock(mutex_);
     report_.phases.commit = NowNs() - start;
@@ -466,7 +475,7 @@ void UpdateImpl::StartRotation(const UpdateKey& key) {
   shared_->worker->Post([shared = shared_.get(), key] {
     std::lock_guard lock(shared->data);
     const Lander& lander = *shared->lander;
-    const bool rotate = shared->options.digest && !lander.landed().first && !lander.transforms();
+    const bool rotate = shared->options.digest && !lander.landed().first;
     if (rotate && lander.landed().id == key.id) {
       Status status = shared->lander->AuditRotation(key.id, Deadline::In(std::chrono::seconds(30)));
       const bool serving =

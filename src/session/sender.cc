@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "bascule/session.h"
+#include "base/fork_guard.h"
 #include "session/agent.h"
 #include "session/environment.h"
 #include "session/source_service.h"

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "session/audit.h"
+#include "session/program_fault.h"
 
 namespace bascule {
 namespace {
@@ -339,15 +340,21 @@ Status SourceService::Snapshot(uint32_t slot, const PreparedSource& prepared,
   run.digest = options_.trainer.digest;
   run.cancelled = [deadline] { return deadline.Passed(); };
   const auto sources = LiveSources(prepared.layout);
+  CopyProgram damaged;
+  const CopyProgram& program =
+      WithFault(ProgramKind::kSnapshot, options_.name, prepared.snapshot.program, &damaged);
   Status status;
   if (options_.direct) {
-    if (run.digest) {
-      status = publisher_.DigestSources(prepared.snapshot.program, sources, *cells, run);
-    }
+    if (run.digest) status = publisher_.DigestSources(program, sources, *cells, run);
   } else {
     Memory target{slots_[slot].region->data(), slots_[slot].region->bytes()};
-    BASCULE_RETURN_IF_ERROR(CheckProgram(prepared.snapshot.program, sources, {&target, 1}));
-    status = publisher_.Run(prepared.snapshot.program, sources, {&target, 1}, *cells, run);
+    BASCULE_RETURN_IF_ERROR(CheckProgram(program, sources, {&target, 1}, [&](uint64_t key) {
+      const auto& names = prepared.world->names;
+      auto it = std::find_if(names.begin(), names.end(),
+                             [key](const std::string& name) { return TensorKey(name) == key; });
+      return it == names.end() ? std::string() : *it;
+    }));
+    status = publisher_.Run(program, sources, {&target, 1}, *cells, run);
   }
   if (status.code() == Code::kAborted) {
     return Status(Code::kDeadlineExceeded, "the snapshot did not end by the deadline; raise it")

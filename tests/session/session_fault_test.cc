@@ -117,6 +117,7 @@ TEST(SessionFault, ACallInAForkedChildReturnsForked) {
     bool ok = job.senders[0]->Publish(2, Soon(500)).status().code() == Code::kForked;
     ok = ok && job.receivers[0]->Poll(Soon(500)).status().code() == Code::kForked;
     ok = ok && job.senders[0]->Close(Soon(500)).code() == Code::kForked;
+    ok = ok && CoordinatorServer::Start(ToyJob::NewJob()).status().code() == Code::kForked;
     testing::RankMemory memory(testing::ToyModel(), 1, 2, -1);
     auto anew = WeightReceiver::Connect(job.job, {.engine = "e1"}, memory.layout, Soon(500));
     ok = ok && anew.status().code() == Code::kForked;
@@ -234,6 +235,50 @@ TEST(SessionFault, AFollowerWhoseLeaderDiesIsInDoubtThenLearnsAbort) {
   EXPECT_EQ(outcome.code(), Code::kNotDecided) << outcome.ToString();
   EXPECT_EQ(job.rollout_memory[1]->Wrong(1), 0);
   EXPECT_EQ(job.receivers[0]->serving().version, 1u);
+}
+
+TEST(SessionFault, AFollowerIsToldWhoHeldTheUpdateUp) {
+  ToyJob job;
+  job.AddTrainers(1);
+  job.AddEngine("e0", 3, 1);
+  job.Publish(1);
+  std::vector<std::shared_ptr<Update>> updates;
+  for (auto& receiver : job.receivers) {
+    auto update = receiver->Poll(Soon());
+    ASSERT_TRUE(update.ok());
+    updates.push_back(*update);
+  }
+  for (size_t rank : {0UL, 1UL}) ASSERT_TRUE(updates[rank]->Stage(Soon()).ok());
+  for (size_t rank : {0UL, 1UL}) ASSERT_TRUE(updates[rank]->WaitStaged(Soon()).ok());
+  // Rank 2 never stages; rank 1 is the first to have waited long enough.
+  Status outcome = updates[1]->Commit(Soon(2000));
+  EXPECT_EQ(outcome.code(), Code::kNotDecided) << outcome.ToString();
+  EXPECT_NE(outcome.message().find("not staged on rank(s) 2"), std::string::npos)
+      << outcome.ToString();
+  outcome = updates[0]->Commit(Soon(2000));
+  EXPECT_EQ(outcome.code(), Code::kNotDecided) << outcome.ToString();
+  EXPECT_NE(outcome.message().find("engine e0 rank 1 waited"), std::string::npos)
+      << outcome.ToString();
+}
+
+TEST(SessionFault, ClosingASenderEndsItsPublishThatWaits) {
+  for (int round = 0; round < 5; ++round) {
+    testing::RankMemory memory(testing::ToyModel(), 0, 2, 0);
+    JobOptions options = ToyJob::NewJob();
+    options.coordinator = kHostHere;
+    auto sender =
+        WeightSender::Connect(options, {.rank = 0, .world_size = 2}, memory.layout, Soon());
+    ASSERT_TRUE(sender.ok()) << sender.status().ToString();
+    Status published;
+    std::thread publisher([&] { published = (*sender)->Publish(1, Soon(60000)).status(); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(20 * round));
+    const auto start = std::chrono::steady_clock::now();
+    (void)(*sender)->Close(Soon(1000));
+    publisher.join();
+    EXPECT_EQ(published.code(), Code::kClosed) << published.ToString();
+    // Far below the publication's own deadline; the bound of Close is a second or two.
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
+  }
 }
 
 TEST(SessionFault, PollingFollowersWaitForTheirLeaderAtMostToTheDeadline) {
