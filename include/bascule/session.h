@@ -223,5 +223,11 @@ class CoordinatorServer {
   virtual void Stop() = 0;
 };
 
+// The same asked of a coordinator anywhere, by a process that is no member. kUnavailable when
+// nothing answers at `address` by the deadline, kPermissionDenied for another token.
+[[nodiscard]] Result<std::string> CoordinatorStatusJson(const std::string& address,
+                                                        const std::string& token,
+                                                        Deadline deadline);
+
 }  // namespace bascule
 #pragma GCC visibility pop

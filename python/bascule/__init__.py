@@ -25,7 +25,7 @@ call raises `bascule.Forked`: start such processes with ``spawn``.
 
 from bascule import layout
 from bascule._bascule import version as _version
-from bascule.coordinator import CoordinatorServer
+from bascule.coordinator import CoordinatorServer, coordinator_status
 from bascule.errors import (
     Aborted,
     AlreadyExists,
@@ -97,5 +97,6 @@ __all__ = [
     "WeightReceiver",
     "WeightSender",
     "__version__",
+    "coordinator_status",
     "layout",
 ]

@@ -514,6 +514,8 @@ class WeightReceiver:
 
     def close(self, timeout: float) -> None: ...
 
+def coordinator_status_json(address: str, token: str, timeout: float) -> str: ...
+
 class CoordinatorServer:
     """See bascule.CoordinatorServer."""
 

@@ -9,7 +9,23 @@ from typing import Any, Self
 from bascule import _bascule, _lifetime
 from bascule.job import Job
 
-__all__ = ["CoordinatorServer"]
+__all__ = ["CoordinatorServer", "coordinator_status"]
+
+
+def coordinator_status(address: str, token: str = "", *, timeout: float = 5.0) -> dict[str, Any]:
+    """Ask a coordinator for members, term and versions, from a process that is no member.
+
+    Parameters
+    ----------
+    address
+        The ``host:port`` of the coordinator.
+    token
+        The job's token.
+    timeout
+        Seconds; after them ``Unavailable`` is raised.
+    """
+    status: dict[str, Any] = json.loads(_bascule.coordinator_status_json(address, token, timeout))
+    return status
 
 
 class CoordinatorServer:

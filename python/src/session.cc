@@ -440,6 +440,13 @@ void BindReceiver(nb::module_& m) {
 }
 
 void BindCoordinator(nb::module_& m) {
+  m.def(
+      "coordinator_status_json",
+      [](const std::string& address, const std::string& token, double timeout) {
+        const Deadline deadline = DeadlineIn(timeout);
+        return Unwrap(WithoutGil([&] { return CoordinatorStatusJson(address, token, deadline); }));
+      },
+      nb::arg("address"), nb::arg("token"), nb::arg("timeout"));
   nb::class_<ServerHandle>(m, "CoordinatorServer", "See bascule.CoordinatorServer.",
                            nb::type_slots(handle_slots<CoordinatorServer>))
       .def_static(

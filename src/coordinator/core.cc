@@ -48,7 +48,7 @@ Status CheckMember(const MemberInfo& member, const CoordinatorLimits& limits) {
 
 Status CheckState(const MemberState& state) {
   bool fits = state.held.size() <= kMaxListed && state.told.size() <= kMaxListed &&
-              state.told_gone.size() <= kMaxListed;
+              state.told_gone.size() <= kMaxListed && state.report.error.size() <= kMaxText;
   for (const HeldVersion& held : state.held) {
     fits = fits && held.replica_sums.size() <= kReplicaBuckets;
   }
@@ -292,6 +292,7 @@ CoordinatorCore::MemberRecord& CoordinatorCore::Record(const JoinRequest& reques
   record.last_seen_ms = now_.steady_ms;
   record.serving = request.state.serving;
   record.servable = request.state.servable;
+  record.report = request.state.report;
   record.build = request.build.substr(0, kMaxText);
   return record;
 }
@@ -499,6 +500,7 @@ Result<HeartbeatReply> CoordinatorCore::Heartbeat(const HeartbeatRequest& reques
   }
   member.serving = request.state.serving;
   member.servable = request.state.servable;
+  member.report = request.state.report;
   ReportEpoch(request.told_epoch);
   ReportTerm(HighestTerm(request.state), 0);
 

@@ -171,6 +171,7 @@ class CoordinatorCore {
     bool servable = true;
     uint64_t newest_held = 0;  // version, in its term
     std::string build;
+    MemberReport report;
   };
   struct Hold {
     Info info;  // the layout it was published under

@@ -57,6 +57,17 @@ struct HeldVersion {
   int64_t publish_start_ns = 0;   // wall clock
   int64_t deadline_ns = 0;        // as HeldRequest's; only looked at in Join
 };
+// What a member last did, for status displays. Nothing is decided by it.
+struct MemberReport {
+  VersionId id;          // of its last publication (trainers) or commit (rollouts)
+  uint64_t done = 0;     // how many there were in this life
+  uint64_t bytes = 0;    // published, landed
+  int64_t took_ns = 0;   // the snapshot; EWTT
+  int64_t stall_ns = 0;  // of the last one
+  std::string error;     // the last one in this life, at most 512 bytes
+  int64_t error_wall_ns = 0;
+};
+
 struct MemberState {
   std::vector<HeldVersion> held;  // HELD and not revoking (trainers)
   VersionId serving;              // rollouts: committed version, or none
@@ -71,6 +82,7 @@ struct MemberState {
   std::vector<uint64_t> told_gone;
   std::vector<HeldVersion>
       told;  // versions not held any more whose ABORTED or AVAILABLE it was told
+  MemberReport report;
 };
 
 struct JoinRequest {
@@ -194,6 +206,8 @@ class Directory {
                                        Deadline deadline) = 0;
   // Is this incarnation gone for good (declared gone, superseded or left)?
   [[nodiscard]] virtual Result<bool> Gone(uint64_t incarnation, Deadline deadline) = 0;
+  // What StatusJson says.
+  [[nodiscard]] virtual Result<std::string> StatusJson(Deadline deadline) = 0;
   // Calls that wait, and all that come later, end at once with kClosed.
   virtual void Cancel() = 0;
 };

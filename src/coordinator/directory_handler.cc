@@ -72,6 +72,7 @@ class DirectoryHandler {
       return done(message.ok() ? Encoded(service_->Held(*message)) : message.status());
     }
     if (method == "Members") return done(cache_->Encoded(service_->Members()));
+    if (method == "Status") return done(service_->StatusJson());
     auto query = Decode<ControlQuery>(request);
     if (!query.ok()) return done(query.status());
     AnswerQuery(method, *query, deadline, done);

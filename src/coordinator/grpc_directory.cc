@@ -75,6 +75,9 @@ class GrpcDirectory final : public Directory {
   Result<bool> Gone(uint64_t incarnation, Deadline deadline) override {
     return Ask<bool>("Gone", Encode(ControlQuery{.incarnation = incarnation}), deadline);
   }
+  Result<std::string> StatusJson(Deadline deadline) override {
+    return Call("Status", "", deadline);
+  }
   void Cancel() override { client_->Cancel(); }
 
  private:

@@ -72,6 +72,7 @@ class LocalDirectory final : public Directory {
     return service_->Serving(incarnation, id, servable);
   }
   Result<bool> Gone(uint64_t incarnation, Deadline) override { return service_->Gone(incarnation); }
+  Result<std::string> StatusJson(Deadline) override { return service_->StatusJson(); }
   // The service is this directory's own: what waits in it ends.
   void Cancel() override { service_->Stop(); }
 

@@ -59,6 +59,16 @@ void Set(v1::MemberState* out, const MemberState& state) {
   out->set_term_complete(state.term_complete);
   for (uint64_t gone : state.told_gone) out->add_told_gone(gone);
   for (const HeldVersion& told : state.told) Set(out->add_told(), told);
+  const MemberReport& report = state.report;
+  if (report.done == 0 && report.error.empty()) return;
+  v1::MemberReport* last = out->mutable_report();
+  Set(last->mutable_id(), report.id);
+  last->set_done(report.done);
+  last->set_bytes(report.bytes);
+  last->set_took_ns(report.took_ns);
+  last->set_stall_ns(report.stall_ns);
+  last->set_error(report.error);
+  last->set_error_wall_ns(report.error_wall_ns);
 }
 
 // From protobuf. False: a value out of its range.
@@ -119,6 +129,9 @@ bool Get(const v1::MemberState& in, MemberState* out) {
   for (const v1::HeldVersion& told : in.told()) {
     if (!Get(told, &out->told.emplace_back())) return false;
   }
+  const v1::MemberReport& report = in.report();
+  out->report = {Get(report.id()),  report.done(),  report.bytes(),        report.took_ns(),
+                 report.stall_ns(), report.error(), report.error_wall_ns()};
   return true;
 }
 

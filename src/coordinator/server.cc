@@ -35,6 +35,12 @@ class Server final : public CoordinatorServer {
 
 }  // namespace
 
+Result<std::string> CoordinatorStatusJson(const std::string& address, const std::string& token,
+                                          Deadline deadline) {
+  BASCULE_RETURN_IF_ERROR(CheckNotForked());
+  return MakeGrpcDirectory(address, token)->StatusJson(deadline);
+}
+
 Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(const JobOptions& job) {
   BASCULE_RETURN_IF_ERROR(CheckNotForked());
   if (job.token.empty() && !IsLoopback(job.listen)) {

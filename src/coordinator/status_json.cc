@@ -50,6 +50,20 @@ std::string CoordinatorCore::StatusJson(CoordinatorTime now) const {
                            {"template", info.world_template.ToString()},
                            {"silent_ms", now.steady_ms - member.last_seen_ms},
                            {"build", member.build}};
+    const MemberReport& report = member.report;
+    item["done"] = report.done;
+    item["last"] = nullptr;
+    if (report.done > 0) {
+      item["last"] = JsonOf(report.id);
+      item["last"]["bytes"] = report.bytes;
+      item["last"]["took_ms"] = static_cast<double>(report.took_ns) / 1e6;
+      item["last"]["stall_ms"] = static_cast<double>(report.stall_ns) / 1e6;
+    }
+    item["error"] = nullptr;
+    if (!report.error.empty()) {
+      item["error"] = {{"message", report.error},
+                       {"age_ms", (now.wall_ns - report.error_wall_ns) / 1'000'000}};
+    }
     if (info.role == Role::kTrainer) {
       item["term"] = member.term;
       item["stale_term"] = IsStale(member);

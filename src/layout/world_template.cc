@@ -252,7 +252,6 @@ Status CheckAgainstTemplate(const Layout& layout, const WorldTemplate& world,
 }
 
 ArenaMap MapArena(const WorldTemplate& world, std::span<const uint32_t> coordinates) {
-  constexpr uint64_t kAlignment = 256;
   std::vector<std::vector<Box>> boxes(world.classes.size());
   for (uint32_t c = 0; c < world.classes.size(); ++c) world.BoxesOf(c, coordinates, &boxes[c]);
   ArenaMap map;
@@ -264,7 +263,7 @@ ArenaMap MapArena(const WorldTemplate& world, std::span<const uint32_t> coordina
     for (const Box& box : boxes[index]) {
       map.entries.push_back({tensor, box, map.bytes});
       uint64_t bytes = static_cast<uint64_t>(box.size()) * element;
-      map.bytes += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+      map.bytes += (bytes + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
     }
   }
   map.first_entry.push_back(static_cast<uint32_t>(map.entries.size()));

@@ -121,9 +121,13 @@ class WorldTemplate {
 [[nodiscard]] Status CheckAgainstTemplate(const Layout& layout, const WorldTemplate& world,
                                           std::span<const uint32_t> coordinates);
 
+// Every box of an arena begins at a multiple of this many bytes.
+inline constexpr uint64_t kArenaAlignment = 256;
+
 // Where each box of a rank lies in its arena: tensors in name order, boxes in canonical order, each
-// box dense row-major in the class dtype and aligned to 256 bytes. A pure function of template and
-// coordinates, so that every peer computes the same offsets. Gaps of alignment are never read.
+// box dense row-major in the class dtype and aligned to kArenaAlignment. A pure function of
+// template and coordinates, so that every peer computes the same offsets. Gaps of alignment are
+// never read.
 struct ArenaMap {
   struct Entry {
     uint32_t tensor;  // index in WorldTemplate::names

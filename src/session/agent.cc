@@ -16,6 +16,14 @@ uint64_t RandomId() {
   return id;
 }
 
+void NoteError(const Status& error, MemberReport* report) {
+  constexpr size_t kMost = 512;
+  report->error = error.ToString().substr(0, kMost);
+  report->error_wall_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                              std::chrono::system_clock::now().time_since_epoch())
+                              .count();
+}
+
 Agent::Agent(Options options) : options_(std::move(options)), pid_(getpid()) {}
 
 Result<std::unique_ptr<Agent>> Agent::Start(Options options, Deadline deadline) {

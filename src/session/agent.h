@@ -18,6 +18,9 @@
 
 namespace bascule {
 
+// Records `error` in the report, as of now.
+void NoteError(const Status& error, MemberReport* report);
+
 class Agent {
  public:
   struct Options {

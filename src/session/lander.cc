@@ -502,7 +502,7 @@ Status Lander::Switch() {
   run.digest = false;
   const std::vector<Memory> targets = LiveTargets();
   CopyProgram damaged;
-  const CopyProgram& program = WithFault(ProgramKind::kCommit, options_.name, commit_, &damaged);
+  const CopyProgram& program = *WithFault(ProgramKind::kCommit, options_.name, &commit_, &damaged);
   BASCULE_RETURN_IF_ERROR(CheckProgram(program, sources, targets, [this](uint64_t key) {
     auto it =
         std::find_if(layout_.tensors.begin(), layout_.tensors.end(),

@@ -23,14 +23,14 @@ void SetProgramFault(ProgramFault fault);
 void ApplyProgramFault(ProgramKind kind, const std::string& rank, CopyProgram* program,
                        std::vector<uint32_t>* first_op);
 
-// The program to run: `program` itself, or a damaged copy of it in `*copy`.
-inline const CopyProgram& WithFault(ProgramKind kind, const std::string& rank,
-                                    const CopyProgram& program, CopyProgram* copy) {
+// The program to run: `program` itself, or `copy`, made a damaged copy of it.
+inline const CopyProgram* WithFault(ProgramKind kind, const std::string& rank,
+                                    const CopyProgram* program, CopyProgram* copy) {
   if (!HasProgramFault()) return program;
   std::vector<uint32_t> none;
-  *copy = program;
+  *copy = *program;
   ApplyProgramFault(kind, rank, copy, &none);
-  return *copy;
+  return copy;
 }
 
 }  // namespace bascule

@@ -11,8 +11,6 @@ namespace bascule {
 namespace programs {
 namespace {
 
-constexpr int64_t kArenaAlignment = 256;  // MapArena's
-
 // Appends the boxes of a \ b.
 void Subtract(const Box& a, const Box& b, std::vector<Box>* out) {
   Box rest = a;
@@ -250,9 +248,8 @@ ArenaPlaces::ArenaPlaces(const WorldTemplate& world, std::span<const uint32_t> c
     for (const Box& box : boxes) {
       class_places_[c].push_back(
           {base, offset, box, programs::RowMajor(box, DTypeSize(dtype)), dtype});
-      const int64_t bytes = box.size() * DTypeSize(dtype);
-      offset += (bytes + programs::kArenaAlignment - 1) / programs::kArenaAlignment *
-                programs::kArenaAlignment;
+      constexpr auto kAlign = static_cast<int64_t>(kArenaAlignment);
+      offset += (box.size() * DTypeSize(dtype) + kAlign - 1) / kAlign * kAlign;
     }
     class_bytes.push_back(offset);
   }

@@ -116,6 +116,7 @@ struct ReceiverShared {
   std::shared_ptr<std::atomic<bool>> give_up;  // its cancel flag
   std::function<Status(VersionId)> hook;
   Status why_poisoned;
+  MemberReport last;  // for status displays
   std::unique_ptr<Worker> worker;
 
   [[nodiscard]] Status Usable() const {
@@ -186,6 +187,7 @@ void ReceiverShared::RunStage(const UpdateKey& key, const PlanBasis& basis,
   {
     std::lock_guard lock(mutex);
     staged = status;
+    if (!status.ok() && !cancelled()) NoteError(status, &last);
   }
   const bool mine =
       channel->WithCore([&](RankCore& core) { return core.EndStage(key, status.ok()); });
@@ -233,6 +235,7 @@ class UpdateImpl final : public Update {
   }
   void ReportLanding();
   void FinishReport(int64_t commit_start);
+  void NoteCommit();
   void StartRotation(const UpdateKey& key);
   [[nodiscard]] Status Tag(const Status& status) const {
     if (status.ok() || status.rank() >= 0) return status;
@@ -395,9 +398,11 @@ Status UpdateImpl::Commit(Deadline deadline) {
   if (!status.ok()) {
     std::lock_guard lock(shared_->mutex);
     shared_->why_poisoned = status;
+    NoteError(status, &shared_->last);
   }
   shared_->channel->WithCore([&](RankCore& core) { core.EndCommit(key, status.ok()); });
   FinishReport(commit_start);
+  if (status.ok()) NoteCommit();
   shared_->channel->AnnounceServing(Deadline::In(milliseconds(500)));
   shared_->agent->BeatSoon();
   if (!status.ok()) {
@@ -470,6 +475,17 @@ void UpdateImpl::FinishReport(int64_t commit_start) {
   }
 }
 
+void UpdateImpl::NoteCommit() {
+  const Report report = this->report();
+  std::lock_guard lock(shared_->mutex);
+  MemberReport& last = shared_->last;
+  last.id = id_;
+  ++last.done;
+  last.bytes = report.bytes;
+  last.took_ns = report.ewtt_ns;
+  last.stall_ns = report.phases.stall;
+}
+
 // After the pause: a sixteenth of the tensors, live, against the trainers' layouts.
 void UpdateImpl::StartRotation(const UpdateKey& key) {
   shared_->worker->Post([shared = shared_.get(), key] {
@@ -483,6 +499,7 @@ void UpdateImpl::StartRotation(const UpdateKey& key) {
       if (status.code() == Code::kDataLoss && serving) {
         {
           std::lock_guard why(shared->mutex);
+          NoteError(status, &shared->last);
           shared->why_poisoned = std::move(status);
         }
         shared->channel->WithCore([](RankCore& core) { core.Poison(); });
@@ -728,6 +745,8 @@ Result<std::unique_ptr<WeightReceiver>> WeightReceiver::Connect(const JobOptions
       state.servable = core.Servable().ok();
     });
     state.told_gone = raw->channel->ToldGone();
+    std::lock_guard lock(raw->mutex);
+    state.report = raw->last;
     return state;
   };
   const auto beat = job.heartbeat;

@@ -42,6 +42,7 @@ struct SenderState {
   std::map<VersionId, std::string> reasons;   // why aborted or retired
   std::vector<VersionId> unreported;          // held, but the coordinator could not be told yet
   Status gone;                                // why this incarnation is no member any more
+  MemberReport last;                          // for status displays
   uint64_t prepared_epoch = 0;
   std::atomic<bool> publishing{false};
   std::atomic<bool> connected{false};  // `agent` is set
@@ -111,6 +112,7 @@ struct SenderState {
     state.term_complete = complete;
     const auto held = service->Held();
     std::lock_guard lock(mutex);
+    state.report = last;
     for (const auto& [id, version] : versions) {
       const bool is_held = std::find(held.begin(), held.end(), id) != held.end();
       if (is_held) {
@@ -205,6 +207,7 @@ class SenderImpl final : public WeightSender {
   }
 
   Result<std::shared_ptr<Publication>> Publish(uint64_t version, Deadline deadline) override;
+  [[nodiscard]] Result<std::shared_ptr<Publication>> PublishNow(VersionId id, Deadline deadline);
   Status UpdateLayout(const Layout& layout, Deadline deadline) override;
   [[nodiscard]] uint64_t term() const override { return state_->agent ? state_->agent->term() : 0; }
   [[nodiscard]] std::string coordinator() const override {
@@ -262,8 +265,24 @@ Result<std::shared_ptr<Publication>> SenderImpl::Publish(uint64_t version, Deadl
   BASCULE_RETURN_IF_ERROR(state_->Usable());
   Exclusive exclusive(&state_->publishing);
   if (!exclusive.taken()) return Status(Code::kBusy, "another Publish or UpdateLayout is running");
+  const VersionId id{state_->agent->term(), version};
+  auto publication = PublishNow(id, deadline);
+  std::lock_guard lock(state_->mutex);
+  if (!publication.ok()) {
+    NoteError(publication.status(), &state_->last);
+    return publication;
+  }
+  const Report report = (*publication)->report();
+  state_->last.id = id;
+  ++state_->last.done;
+  state_->last.bytes = report.bytes;
+  state_->last.took_ns = report.phases.publish;
+  state_->last.stall_ns = report.phases.stall;
+  return publication;
+}
+
+Result<std::shared_ptr<Publication>> SenderImpl::PublishNow(VersionId id, Deadline deadline) {
   Agent& agent = *state_->agent;
-  const VersionId id{agent.term(), version};
   const int64_t start = WallNs();
   BASCULE_RETURN_IF_ERROR(PrepareEpoch(deadline));
 

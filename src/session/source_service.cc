@@ -342,7 +342,7 @@ Status SourceService::Snapshot(uint32_t slot, const PreparedSource& prepared,
   const auto sources = LiveSources(prepared.layout);
   CopyProgram damaged;
   const CopyProgram& program =
-      WithFault(ProgramKind::kSnapshot, options_.name, prepared.snapshot.program, &damaged);
+      *WithFault(ProgramKind::kSnapshot, options_.name, &prepared.snapshot.program, &damaged);
   Status status;
   if (options_.direct) {
     if (run.digest) status = publisher_.DigestSources(program, sources, *cells, run);

@@ -66,6 +66,7 @@ class Maker {
     s.term_complete = Flag();
     for (uint64_t i = Count(); i > 0; --i) s.told_gone.push_back(Number());
     for (uint64_t i = Count(); i > 0; --i) s.told.push_back(Held());
+    if (Flag()) s.report = {Id(), Number() | 1, Number(), Signed(), Signed(), Text(), Signed()};
     return s;
   }
 
@@ -94,6 +95,13 @@ void ExpectSame(const MemberState& a, const MemberState& b) {
   EXPECT_EQ(a.told_gone, b.told_gone);
   ASSERT_EQ(a.told.size(), b.told.size());
   for (size_t i = 0; i < a.told.size(); ++i) ExpectSame(a.told[i], b.told[i]);
+  EXPECT_EQ(a.report.id, b.report.id);
+  EXPECT_EQ(a.report.done, b.report.done);
+  EXPECT_EQ(a.report.bytes, b.report.bytes);
+  EXPECT_EQ(a.report.took_ns, b.report.took_ns);
+  EXPECT_EQ(a.report.stall_ns, b.report.stall_ns);
+  EXPECT_EQ(a.report.error, b.report.error);
+  EXPECT_EQ(a.report.error_wall_ns, b.report.error_wall_ns);
 }
 
 TEST(ControlMessages, ComeBackAsTheyWere) {

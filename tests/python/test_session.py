@@ -348,6 +348,35 @@ def test_nobody_there() -> None:
     assert time.monotonic() - begin < 3
 
 
+def test_status_as_asked_from_outside(shadowed: World) -> None:
+    shadowed.update(3)
+    with pytest.raises(bascule.InvalidArgument):
+        shadowed.senders[1].publish(3)
+    address = shadowed.job.coordinator
+    end = time.monotonic() + 10
+    while True:  # reports travel with heartbeats
+        status = bascule.coordinator_status(address, "secret")
+        members = {(m["role"], m["rank"]): m for m in status["members"]}
+        seen = all(m["done"] == 1 for m in members.values())
+        if (seen and members["trainer", 1]["error"]) or time.monotonic() > end:
+            break
+        time.sleep(0.05)
+    assert len(members) == 4
+    for (role, rank), member in members.items():
+        assert member["last"]["version"] == 3
+        assert member["last"]["took_ms"] > 0
+        assert member["last"]["stall_ms"] > 0
+        if role == "rollout":
+            assert member["last"]["bytes"] == 2 * (8 * 16 + 16)
+            assert member["serving"]["version"] == 3
+        assert (member["error"] is not None) == (role == "trainer" and rank == 1)
+    assert "version 3" in members["trainer", 1]["error"]["message"]
+    with pytest.raises(bascule.PermissionDenied):
+        bascule.coordinator_status(address, "guess")
+    with pytest.raises(bascule.Unavailable):
+        bascule.coordinator_status("127.0.0.1:1", timeout=0.3)
+
+
 def test_coordinator_apart() -> None:
     with bascule.CoordinatorServer.start(bascule.Job(name="apart", token="t")) as server:
         job = bascule.Job(name="apart", coordinator=server.address, token="t")

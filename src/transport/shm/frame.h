@@ -8,8 +8,10 @@
 //   client                        server
 //   Hello    ------------------>           who, which protocol versions, nonce
 //            <------------------ Challenge the version chosen, nonce
-//   Proof    ------------------>           HMAC-SHA256(token, "client", Hello, Challenge)
-//            <------------------ Welcome   HMAC-SHA256(token, "server", Hello, Challenge, ...)
+//   Proof    ------------------>           HMAC-SHA256(token, "bascule shm client", Hello,
+//   Challenge)
+//            <------------------ Welcome   HMAC-SHA256(token, "bascule shm server", Hello,
+//            Challenge, ...)
 //   Call(id) ------------------>
 //            <------------------ Answer(id) or Error(id)
 //   Open(id) ------------------>           a region
