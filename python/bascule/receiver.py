@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from bascule import _bascule, _lifetime
 from bascule._bascule import ReceiverState
+from bascule._logging import SessionLog
 from bascule.errors import Error, Poisoned
 from bascule.job import Job
 from bascule.layout import Layout
@@ -29,6 +30,7 @@ class Update:
     def __init__(self, native: _bascule.Update, receiver: WeightReceiver) -> None:
         self._native = native
         self._receiver = receiver
+        self._log = receiver._log
 
     def __repr__(self) -> str:
         return f"Update(term={self.id.term}, version={self.id.version})"
@@ -49,6 +51,7 @@ class Update:
             Seconds until landing fails; the rank is then idle again and nothing changed.
         """
         self._native.stage(timeout)
+        self._log.step("staging", self)
 
     def wait_staged(self, *, timeout: float = 600.0) -> None:
         """Wait until this rank's staging ended; raise why it failed.
@@ -59,6 +62,7 @@ class Update:
             Seconds.
         """
         self._native.wait_staged(timeout)
+        self._log.step("staged", self)
 
     def ready(self, *, timeout: float = 30.0) -> bool:
         """Ask whether every rank of the engine has staged the version.
@@ -71,7 +75,9 @@ class Update:
         timeout
             Seconds.
         """
-        return self._native.ready(timeout)
+        ready = self._native.ready(timeout)
+        self._log.step("ready" if ready else "not ready", self)
+        return ready
 
     def decide(self, *, timeout: float = 30.0) -> None:
         """Record or learn the engine's decision: returns when it is to commit.
@@ -89,6 +95,7 @@ class Update:
             Neither can be learned; the rank is not servable until it is.
         """
         self._native.decide(timeout)
+        self._log.step("decided", self)
 
     def commit(self, *, timeout: float = 30.0) -> None:
         """Decide, unless decided, and switch this rank's live weights to the version.
@@ -109,7 +116,7 @@ class Update:
             The switch failed half way, or the post-commit hook raised (then its exception is the
             cause); only a dense commit heals the rank.
         """
-        self._native.decide(timeout)
+        self.decide(timeout=timeout)
         try:
             self._native.commit(timeout)
         except Poisoned as error:
@@ -117,6 +124,7 @@ class Update:
             if cause is None:
                 raise
             raise error from cause
+        self._log.committed(self)
 
     def abort(self, *, timeout: float = 30.0) -> None:
         """Give the update up before it is decided.
@@ -127,6 +135,7 @@ class Update:
             Seconds.
         """
         self._native.abort(timeout)
+        self._log.step("given up", self)
 
     def report(self) -> Report:
         """Return what this rank's part of the update cost so far."""
@@ -139,9 +148,10 @@ class WeightReceiver:
     Threads and Ctrl-C are as for `bascule.WeightSender`.
     """
 
-    def __init__(self, native: _bascule.WeightReceiver, layout: Layout) -> None:
+    def __init__(self, native: _bascule.WeightReceiver, layout: Layout, log: SessionLog) -> None:
         self._native = native
         self._layout = layout
+        self._log = log
         _lifetime.register(self)
 
     @classmethod
@@ -198,7 +208,9 @@ class WeightReceiver:
             owners=layout,
             timeout=timeout,
         )
-        return cls(native, layout)
+        log = SessionLog(rank, engine)
+        log.step(f"connected to {job.coordinator}, one of {world_size}")
+        return cls(native, layout, log)
 
     def poll(self, *, timeout: float = 30.0) -> Update | None:
         """Return the newest available version that some rank of the engine does not serve.
@@ -217,7 +229,12 @@ class WeightReceiver:
             None when there is nothing newer.
         """
         native = self._native.poll(timeout)
-        return None if native is None else Update(native, self)
+        if native is None:
+            self._log.step("polled: nothing newer")
+            return None
+        update = Update(native, self)
+        self._log.step("polled", update)
+        return update
 
     def open(self, term: int, version: int) -> Update:
         """Return the update to an explicit version, where the framework's RPC tells all ranks.
@@ -306,6 +323,7 @@ class WeightReceiver:
             They differ; ``tensor`` names where.
         """
         self._native.audit(timeout)
+        self._log.step("audited")
 
     def update_layout(self, layout: Layout, *, timeout: float = 60.0) -> None:
         """Replace the layout on a live rank. Aborts this engine's undecided update.
@@ -325,6 +343,7 @@ class WeightReceiver:
         layout.require_writable()
         self._native.update_layout(layout.native, layout, timeout)
         self._layout = layout
+        self._log.step("replaced the layout")
 
     @property
     def layout(self) -> Layout:
@@ -340,6 +359,7 @@ class WeightReceiver:
             Seconds; no peer is waited for beyond them.
         """
         self._native.close(timeout)
+        self._log.step("closed")
 
     def __enter__(self) -> Self:
         return self

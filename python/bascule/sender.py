@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from bascule import _bascule, _lifetime
 from bascule._bascule import PublicationState
+from bascule._logging import SessionLog
 from bascule.job import Job
 from bascule.layout import Layout
 from bascule.report import Report, VersionId
@@ -51,6 +52,7 @@ class Publication:
             It is still open.
         """
         self._native.wait(timeout)
+        self._sender._log.step("available", self)
 
     def state(self, *, timeout: float = 10.0) -> PublicationState:
         """Ask what became of the version.
@@ -74,6 +76,7 @@ class Publication:
             Seconds that readers get.
         """
         self._native.release(timeout)
+        self._sender._log.step("released", self)
 
     def report(self) -> Report:
         """Return what this rank's part of the publication cost so far."""
@@ -89,10 +92,13 @@ class WeightSender:
     the memory of the layout stays alive until then.
     """
 
-    def __init__(self, native: _bascule.WeightSender, layout: Layout, arena: ArenaMode) -> None:
+    def __init__(
+        self, native: _bascule.WeightSender, layout: Layout, arena: ArenaMode, log: SessionLog
+    ) -> None:
         self._native = native
         self._layout = layout
         self._arena = arena
+        self._log = log
         _lifetime.register(self)
 
     @classmethod
@@ -145,7 +151,9 @@ class WeightSender:
             owners=layout,
             timeout=timeout,
         )
-        return cls(native, layout, arena)
+        log = SessionLog(rank)
+        log.step(f"connected to {native.coordinator}, one of {world_size}")
+        return cls(native, layout, arena, log)
 
     def publish(self, version: int, *, timeout: float = 60.0) -> Publication:
         """Make a version of the live weights available.
@@ -166,7 +174,9 @@ class WeightSender:
         StaleTerm
             The trainer world restarted; connect anew.
         """
-        return Publication(self._native.publish(version, timeout), self)
+        publication = Publication(self._native.publish(version, timeout), self)
+        self._log.published(publication)
+        return publication
 
     def update_layout(self, layout: Layout, *, timeout: float = 60.0) -> None:
         """Replace the layout, because parameters were rebound or experts moved.
@@ -187,6 +197,7 @@ class WeightSender:
         owners = (self._layout, layout) if self._arena == "direct" else layout
         self._native.update_layout(layout.native, owners, timeout)
         self._layout = layout
+        self._log.step("replaced the layout")
 
     @property
     def term(self) -> int:
@@ -212,6 +223,7 @@ class WeightSender:
             Seconds; no peer is waited for beyond them.
         """
         self._native.close(timeout)
+        self._log.step("closed")
 
     def __enter__(self) -> Self:
         return self
