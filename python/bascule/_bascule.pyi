@@ -373,6 +373,38 @@ class LayoutBuilder:
 
     def build(self) -> Layout: ...
 
+class World:
+    """A mesh and what its ranks hold."""
+
+    @staticmethod
+    def from_json(text: str) -> World:
+        """A world document, or a layout as the world that it belongs to."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    def memory_of(self, rank: int) -> tuple[int, int]:
+        """Bytes of the rank's weights, and of one arena."""
+
+class PlanPreview:
+    """
+    The plan of trainers and engines. Ranks are numbered trainers first, then engine by engine.
+    """
+
+    @staticmethod
+    def prepare(trainers: World, trainer_nodes: Sequence[int], rollouts: World, engines: Sequence[tuple[str, Sequence[int]]]) -> PlanPreview:
+        """Engines are (name, node of each rank), sorted by name."""
+
+    def part_of(self, index: int) -> tuple[int, list[tuple[int, int, int, bool]]]:
+        """
+        What a rank fetches: pieces, and links of (source, bytes, chunks, same node).
+        """
+
+    def bound(self, *, node_memory: int, trainer_egress: int, rollout_egress: int, rollout_ingress: int) -> dict[str, int]:
+        """
+        The terms of the lower bound of EWTT in nanoseconds, from bytes a second; 0: unknown.
+        """
+
 class ArenaMode(enum.Enum):
     """Where published weights lie while peers read them."""
 
@@ -513,6 +545,51 @@ class WeightReceiver:
     def update_layout(self, layout: Layout, owners: object, timeout: float) -> None: ...
 
     def close(self, timeout: float) -> None: ...
+
+class Progress:
+    """Bytes compared so far, and in all."""
+
+    def __init__(self) -> None: ...
+
+    @property
+    def done(self) -> int: ...
+
+    @property
+    def total(self) -> int: ...
+
+class Comparison:
+    """See bascule.verify.Comparison."""
+
+    @property
+    def term(self) -> int: ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def tensors(self) -> int: ...
+
+    @property
+    def elements(self) -> int: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def different(self) -> list[str]: ...
+
+    @property
+    def only_left(self) -> list[str]: ...
+
+    @property
+    def only_right(self) -> list[str]: ...
+
+    @property
+    def unreadable(self) -> list[str]: ...
+
+def compare_ranks(job: JobOptions, left: str, right: str, dtype: DType | None, progress: Progress | None, timeout: float) -> Comparison: ...
+
+def compare_with_files(job: JobOptions, left: str, files: Sequence[tuple[str, int, int]], owners: object, dtype: DType | None, progress: Progress | None, timeout: float) -> Comparison: ...
 
 def coordinator_status_json(address: str, token: str, timeout: float) -> str: ...
 

@@ -13,6 +13,7 @@ NB_MODULE(_bascule, m) {
   nb::set_leak_warnings(false);
   BindLayout(m);
   BindMeshes(m);
+  BindPlan(m);
   BindSession(m);
   m.def(
       "wait_abandoned", [](double timeout) { return WaitAbandoned(DeadlineIn(timeout)); },

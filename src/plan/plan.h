@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bascule/layout.h"
+#include "bascule/plan.h"
 #include "bascule/status.h"
 #include "layout/world_template.h"
 
@@ -82,25 +83,6 @@ struct Part {
 
 // Content digest of a part, for golden tests: the same by any compiler.
 [[nodiscard]] ContentDigest PartDigest(const Part& part);
-
-// Bytes per second. 0 = unknown or not on any path (no bound from it).
-struct Rates {
-  uint64_t node_memory = 0;      // what a node can copy in all (bytes copied, not read + written)
-  uint64_t trainer_egress = 0;   // per trainer node
-  uint64_t rollout_egress = 0;   // per rollout node
-  uint64_t rollout_ingress = 0;  // per rollout node
-};
-
-// The lower bound of EWTT, with its terms in nanoseconds (design section 1, "bound").
-struct Bound {
-  int64_t nanoseconds = 0;
-  int64_t sole_source = 0;     // bytes that only one set of sources holds / that set's egress
-  int64_t trainer_egress = 0;  // unique bytes / trainer egress
-  int64_t all_egress = 0;      // all nodes' needs / (trainer + rollout egress)
-  int64_t node_ingress = 0;    // worst node: unique bytes it needs from outside / its ingress
-  int64_t memory = 0;          // worst node: publish + stage copies / its memory bandwidth
-  [[nodiscard]] const char* binding_term() const;
-};
 
 // Bytes on one link of the plan.
 struct LinkUse {
