@@ -546,6 +546,21 @@ class WeightReceiver:
 
     def close(self, timeout: float) -> None: ...
 
+def coordinator_status_json(address: str, token: str, timeout: float) -> str: ...
+
+class CoordinatorServer:
+    """See bascule.CoordinatorServer."""
+
+    @staticmethod
+    def start(job: JobOptions) -> CoordinatorServer: ...
+
+    @property
+    def address(self) -> str: ...
+
+    def status_json(self) -> str: ...
+
+    def stop(self) -> None: ...
+
 class Progress:
     """Bytes compared so far, and in all."""
 
@@ -590,21 +605,6 @@ class Comparison:
 def compare_ranks(job: JobOptions, left: str, right: str, dtype: DType | None, progress: Progress | None, timeout: float) -> Comparison: ...
 
 def compare_with_files(job: JobOptions, left: str, files: Sequence[tuple[str, int, int]], owners: object, dtype: DType | None, progress: Progress | None, timeout: float) -> Comparison: ...
-
-def coordinator_status_json(address: str, token: str, timeout: float) -> str: ...
-
-class CoordinatorServer:
-    """See bascule.CoordinatorServer."""
-
-    @staticmethod
-    def start(job: JobOptions) -> CoordinatorServer: ...
-
-    @property
-    def address(self) -> str: ...
-
-    def status_json(self) -> str: ...
-
-    def stop(self) -> None: ...
 
 def wait_abandoned(timeout: float) -> bool:
     """

@@ -481,6 +481,7 @@ void BindSession(nb::module_& m) {
   BindUpdate(m);
   BindReceiver(m);
   BindCoordinator(m);
+  BindVerify(m);
 }
 
 }  // namespace bascule::python

@@ -125,6 +125,48 @@ std::vector<CountedBox> CountedFor(const World& world, uint32_t self, uint32_t r
   return counted;
 }
 
+Sum SumWanted(const WantedSum& wanted, std::span<const StridedBox> places,
+              std::span<const int64_t> shape, bool live) {
+  Sum sum;
+  uint64_t inexact = 0;
+  std::vector<Box> counted;
+  for (const StridedBox& place : places) {
+    if (place.box.ndim() != wanted.box.ndim() || !Castable(place.dtype, wanted.wire)) continue;
+    const Box common = place.box.Intersect(wanted.box);
+    if (common.empty()) continue;
+    for (const Box& rest : SubtractAll({common}, counted)) {
+      sum += SumBox(place, rest, shape, wanted.wire, TensorKey(wanted.tensor),
+                    live ? &inexact : nullptr);
+    }
+    counted.push_back(common);
+  }
+  if (inexact > 0) sum.digest = ~sum.digest + inexact;
+  return sum;
+}
+
+std::vector<Sum> SumWanted(const Layout& layout, std::span<const WantedSum> wanted, bool live) {
+  std::map<std::string_view, uint32_t> index;
+  for (uint32_t i = 0; i < layout.tensors.size(); ++i) index[layout.tensors[i].name] = i;
+  for (const Alias& alias : layout.aliases) {
+    auto target = index.find(alias.target);
+    if (target != index.end()) index[alias.name] = target->second;
+  }
+  std::map<uint32_t, std::vector<StridedBox>> places;
+  for (const Binding& binding : layout.bindings) {
+    if (binding.function != LandingFunction::kNone) continue;
+    places[binding.tensor].push_back({layout.buffers[binding.buffer].data + binding.byte_offset,
+                                      binding.box, binding.byte_strides, binding.dtype});
+  }
+  std::vector<Sum> sums;
+  for (const WantedSum& want : wanted) {
+    auto found = index.find(want.tensor);
+    sums.push_back(found == index.end() ? Sum{}
+                                        : SumWanted(want, places[found->second],
+                                                    layout.tensors[found->second].shape, live));
+  }
+  return sums;
+}
+
 std::string RowOf(const std::string& tensor, AuditScope scope) {
   const bool by_tensor =
       scope == AuditScope::kAllByTensor || scope == AuditScope::kRotationByTensor;

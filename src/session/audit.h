@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <map>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,16 @@ struct CountedBox {
 [[nodiscard]] std::vector<CountedBox> CountedFor(const World& world, uint32_t self,
                                                  uint32_t receiver,
                                                  const std::vector<uint32_t>& live);
+
+// The sum of a wanted box over places of its tensor (shape: the whole tensor's), each element
+// counted once. `live`: the places are a destination's storages, and a value that the wire dtype
+// does not hold makes the sum equal to none.
+[[nodiscard]] Sum SumWanted(const WantedSum& wanted, std::span<const StridedBox> places,
+                            std::span<const int64_t> shape, bool live);
+// The same for each wanted box, over the bindings of a layout; bindings with a landing function
+// cannot be read back and are left out. An alias counts as a tensor of its own name.
+[[nodiscard]] std::vector<Sum> SumWanted(const Layout& layout, std::span<const WantedSum> wanted,
+                                         bool live);
 
 // Sums by row name.
 using AuditRows = std::map<std::string, Sum>;

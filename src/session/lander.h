@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -67,6 +68,11 @@ class Lander {
   // The trainers' rows of the rotation, against the live storages. Best effort: kRetired when the
   // trainers moved on.
   [[nodiscard]] Status AuditRotation(VersionId id, Deadline deadline);
+
+  // Sums of boxes of the live storages.
+  [[nodiscard]] std::vector<Sum> LiveSums(std::span<const WantedSum> wanted) const {
+    return SumWanted(layout_, wanted, true);
+  }
 
   [[nodiscard]] const LandedVersion& landed() const { return landed_; }
   // The live weights are now those that landed last: what AuditLive speaks of.

@@ -46,6 +46,12 @@ std::string Encode(const PeerRequest& request) {
   out.U8(static_cast<uint8_t>(request.scope));
   out.U32(static_cast<uint32_t>(request.live.size()));
   for (uint32_t rank : request.live) out.U32(rank);
+  out.U32(static_cast<uint32_t>(request.wanted.size()));
+  for (const WantedSum& wanted : request.wanted) {
+    out.Bytes(wanted.tensor);
+    PutBox(&out, wanted.box);
+    out.U8(static_cast<uint8_t>(wanted.wire));
+  }
   return out.Take();
 }
 
@@ -64,7 +70,14 @@ Result<PeerRequest> DecodePeerRequest(std::string_view bytes) {
   uint8_t scope = in.U8();
   request.live.resize(in.Count(sizeof(uint32_t)));
   for (uint32_t& rank : request.live) rank = in.U32();
-  if (!in.done() || method < 1 || method > 5 || scope > 3) return Malformed("peer request");
+  request.wanted.resize(in.Count(6));
+  for (WantedSum& wanted : request.wanted) {
+    wanted.tensor = in.Bytes();
+    if (!GetBox(&in, &wanted.box)) return Malformed("peer request");
+    wanted.wire = static_cast<DType>(in.U8());
+    if (!in.ok() || DTypeSize(wanted.wire) == 0) return Malformed("peer request");
+  }
+  if (!in.done() || method < 1 || method > 6 || scope > 3) return Malformed("peer request");
   request.method = static_cast<PeerMethod>(method);
   request.scope = static_cast<AuditScope>(scope);
   return request;
@@ -128,6 +141,8 @@ Result<OpenReply> DecodeOpenReply(std::string_view bytes) {
 
 std::string Encode(const SumsReply& reply) {
   WireWriter out;
+  out.U64(reply.id.term);
+  out.U64(reply.id.version);
   out.U32(static_cast<uint32_t>(reply.names.size()));
   for (const std::string& name : reply.names) out.Bytes(name);
   out.U32(static_cast<uint32_t>(reply.sums.size()));
@@ -141,6 +156,8 @@ std::string Encode(const SumsReply& reply) {
 Result<SumsReply> DecodeSumsReply(std::string_view bytes) {
   WireReader in(bytes);
   SumsReply reply;
+  reply.id.term = in.U64();
+  reply.id.version = in.U64();
   reply.names.resize(in.Count(sizeof(uint32_t)));
   for (std::string& name : reply.names) name = in.Bytes();
   reply.sums.resize(in.Count(sizeof(Sum)));

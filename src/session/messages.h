@@ -15,7 +15,14 @@
 
 namespace bascule {
 
-enum class PeerMethod : uint8_t { kOpen = 1, kChecks = 2, kAudit = 3, kLease = 4, kDone = 5 };
+enum class PeerMethod : uint8_t {
+  kOpen = 1,
+  kChecks = 2,
+  kAudit = 3,
+  kLease = 4,
+  kDone = 5,
+  kSums = 6,  // asked by who is no member, of trainers and rollouts alike
+};
 
 // Which sums an audit wants.
 enum class AuditScope : uint8_t {
@@ -23,6 +30,13 @@ enum class AuditScope : uint8_t {
   kRotationByLayer = 1,  // InRotation(tensor, version) only, per layer
   kAllByTensor = 2,      // drill-down; a tensor whose arena was damaged has no row
   kRotationByTensor = 3,
+};
+
+// kSums: a box of a tensor whose sum is wanted, in codes of `wire`.
+struct WantedSum {
+  std::string tensor;
+  Box box;
+  DType wire = DType::kF32;
 };
 
 struct PeerRequest {
@@ -34,7 +48,8 @@ struct PeerRequest {
   std::string engine;
   uint32_t rank = 0;  // in the engine
   AuditScope scope = AuditScope::kAllByLayer;
-  std::vector<uint32_t> live;  // kAudit: trainer ranks that are counted, ascending
+  std::vector<uint32_t> live;     // kAudit: trainer ranks that are counted, ascending
+  std::vector<WantedSum> wanted;  // kSums
 };
 [[nodiscard]] std::string Encode(const PeerRequest& request);
 [[nodiscard]] Result<PeerRequest> DecodePeerRequest(std::string_view bytes);
@@ -55,9 +70,11 @@ struct OpenReply {
 [[nodiscard]] std::string Encode(const OpenReply& reply);
 [[nodiscard]] Result<OpenReply> DecodeOpenReply(std::string_view bytes);
 
-// Sums by chunk (of the receiver's part, those of this source, ascending) or by audit row.
+// Sums by chunk (of the receiver's part, those of this source, ascending), by audit row, or by
+// wanted box (with the elements of it that could be read).
 struct SumsReply {
-  std::vector<std::string> names;  // kAudit: layers or tensors; empty for kChecks
+  VersionId id;                    // kSums: what was summed
+  std::vector<std::string> names;  // kAudit: layers or tensors; else empty
   std::vector<Sum> sums;
 };
 [[nodiscard]] std::string Encode(const SumsReply& reply);

@@ -99,8 +99,6 @@ struct ReceiverShared {
   std::string name;
   bool in_place = false;
   // Destroyed from the last to the first: whoever calls goes before whom it calls.
-  std::unique_ptr<PeerHandler> handler;
-  std::shared_ptr<Transport> transport;
   std::unique_ptr<EngineChannel> channel;
   std::unique_ptr<Agent> agent;
 
@@ -117,6 +115,8 @@ struct ReceiverShared {
   std::function<Status(VersionId)> hook;
   Status why_poisoned;
   MemberReport last;  // for status displays
+  std::unique_ptr<PeerHandler> handler;
+  std::shared_ptr<Transport> transport;  // its threads call the handler, and that all of the above
   std::unique_ptr<Worker> worker;
 
   [[nodiscard]] Status Usable() const {
@@ -641,16 +641,41 @@ Status ReceiverImpl::Close(Deadline deadline) {
   return status;
 }
 
-// Rollouts answer no data calls yet: they are not sources.
-class NoSource final : public PeerHandler {
+// Rollouts are not sources yet: they only answer what their live weights sum to.
+class RolloutHandler final : public PeerHandler {
  public:
-  Result<std::string> OnCall(uint64_t, std::string_view) override {
-    return Status(Code::kUnimplemented, "rollout ranks are not sources");
+  explicit RolloutHandler(ReceiverShared* shared) : shared_(*shared) {}
+
+  Result<std::string> OnCall(uint64_t, std::string_view bytes) override {
+    BASCULE_ASSIGN_OR_RETURN(PeerRequest request, DecodePeerRequest(bytes));
+    if (request.method != PeerMethod::kSums) {
+      return Status(Code::kUnimplemented, "rollout ranks are not sources");
+    }
+    if (!shared_.connected) return Busy("is still connecting");
+    std::unique_lock lock(shared_.data, std::defer_lock);
+    if (!LockBy(&lock, Deadline::In(kSlice))) return Busy("lands or switches a version");
+    BASCULE_RETURN_IF_ERROR(shared_.Servable());
+    SumsReply reply;
+    reply.id = shared_.channel->WithCore([](RankCore& core) { return core.serving(); });
+    if (!request.id.none() && request.id != reply.id) {
+      return Status(Code::kRetired, fmt::format("{} serves version {} of term {}", shared_.name,
+                                                reply.id.version, reply.id.term))
+          .WithPeer(shared_.name);
+    }
+    reply.sums = shared_.lander->LiveSums(request.wanted);
+    return Encode(reply);
   }
   Result<uint64_t> OnFetch(uint64_t, std::string_view, std::span<std::byte>) override {
     return Status(Code::kUnimplemented, "rollout ranks are not sources");
   }
   void OnDisconnect(uint64_t) override {}
+
+ private:
+  [[nodiscard]] Status Busy(const char* what) const {
+    return Status(Code::kBusy, fmt::format("{} {}; ask again", shared_.name, what))
+        .WithPeer(shared_.name);
+  }
+  ReceiverShared& shared_;
 };
 
 uint64_t AvailableMemory() {
@@ -723,7 +748,7 @@ Result<std::unique_ptr<WeightReceiver>> WeightReceiver::Connect(const JobOptions
   BASCULE_ASSIGN_OR_RETURN(
       shared->transport, MakeShmTransport({job.name, job.token, member.incarnation, shared->name},
                                           {.directory = job.socket_directory, .huge_pages = true}));
-  shared->handler = std::make_unique<NoSource>();
+  shared->handler = std::make_unique<RolloutHandler>(shared.get());
   BASCULE_ASSIGN_OR_RETURN(std::string address, shared->transport->Listen(shared->handler.get()));
   member.addresses.push_back({shared->transport->name(), address});
   std::string listen = job.listen.substr(0, job.listen.rfind(':')) + ":0";

@@ -428,6 +428,7 @@ Result<std::string> SourceService::OnCall(uint64_t connection, std::string_view 
     case PeerMethod::kOpen: return AnswerOpen(connection, request);
     case PeerMethod::kChecks: return AnswerChecks(request);
     case PeerMethod::kAudit: return AnswerAudit(request);
+    case PeerMethod::kSums: return AnswerSums(request);
     case PeerMethod::kLease: {
       std::lock_guard lock(mutex_);
       if (!core_.Lease(connection, request.id, NowMs())) return NotHeld(request.id, options_.name);
@@ -609,6 +610,60 @@ bool SourceService::ArenaIntact(const SlotData& slot, uint32_t tensor) const {
   return true;
 }
 
+std::vector<StridedBox> SourceService::PlacesOf(const SlotData& slot, uint32_t tensor) const {
+  const PreparedSource& prepared = *slot.prepared;
+  std::vector<StridedBox> places;
+  if (options_.direct) {
+    for (const SourcePlace& place : prepared.places[tensor]) {
+      places.push_back({prepared.layout.buffers[place.base].data + place.offset, place.box,
+                        place.byte_strides, place.dtype});
+    }
+    return places;
+  }
+  const DType dtype = prepared.world->classes[prepared.world->class_of[tensor]].dtype;
+  const ArenaMap& arena = prepared.snapshot.arena;
+  for (uint32_t i = arena.first_entry[tensor]; i < arena.first_entry[tensor + 1]; ++i) {
+    const ArenaMap::Entry& entry = arena.entries[i];
+    places.push_back({slot.region->data() + entry.offset, entry.box,
+                      DenseStrides(entry.box, DTypeSize(dtype)), dtype});
+  }
+  return places;
+}
+
+// For whoever compares this rank with another one: no plan, no membership.
+Result<std::string> SourceService::AnswerSums(const PeerRequest& request) {
+  VersionId id = request.id;
+  if (id.none()) {
+    const auto held = Held();
+    if (held.empty()) {
+      return Status(Code::kRetired, fmt::format("{} holds no version; publish one", options_.name))
+          .WithPeer(options_.name);
+    }
+    id = *std::max_element(held.begin(), held.end());
+  }
+  Serve serve(this, id);
+  if (!serve.held()) return NotHeld(id, options_.name);
+  const WorldTemplate& world = *serve.data().prepared->world;
+  SumsReply reply;
+  reply.id = id;
+  for (const WantedSum& wanted : request.wanted) {
+    if (serve.Revoked()) return NotHeld(id, options_.name);
+    std::string name = wanted.tensor;
+    for (const Alias& alias : world.aliases) {
+      if (alias.name == name) name = alias.target;
+    }
+    auto found = std::lower_bound(world.names.begin(), world.names.end(), name);
+    if (found == world.names.end() || *found != name) {
+      reply.sums.emplace_back();
+      continue;
+    }
+    const auto tensor = static_cast<uint32_t>(found - world.names.begin());
+    reply.sums.push_back(SumWanted(wanted, PlacesOf(serve.data(), tensor),
+                                   world.classes[world.class_of[tensor]].shape, false));
+  }
+  return Encode(reply);
+}
+
 Result<std::string> SourceService::AnswerAudit(const PeerRequest& request) {
   Serve serve(this, request.id);
   if (!serve.held()) return NotHeld(request.id, options_.name);
@@ -633,25 +688,8 @@ Result<std::string> SourceService::AnswerAudit(const PeerRequest& request) {
       continue;  // a row that is missing names the tensor
     }
     Sum& row = rows[RowOf(name, request.scope)];
-    if (options_.direct) {
-      for (const SourcePlace& place : prepared.places[box.tensor]) {
-        Box common = place.box.Intersect(box.box);
-        if (common.empty()) continue;
-        StridedBox memory{prepared.layout.buffers[place.base].data + place.offset, place.box,
-                          place.byte_strides, place.dtype};
-        row += SumBox(memory, common, tensor_class.shape, box.wire, TensorKey(name));
-      }
-      continue;
-    }
-    const ArenaMap& arena = prepared.snapshot.arena;
-    for (uint32_t i = arena.first_entry[box.tensor]; i < arena.first_entry[box.tensor + 1]; ++i) {
-      const ArenaMap::Entry& entry = arena.entries[i];
-      Box common = entry.box.Intersect(box.box);
-      if (common.empty()) continue;
-      StridedBox memory{serve.data().region->data() + entry.offset, entry.box,
-                        DenseStrides(entry.box, DTypeSize(tensor_class.dtype)), tensor_class.dtype};
-      row += SumBox(memory, common, tensor_class.shape, box.wire, TensorKey(name));
-    }
+    row += SumWanted({name, box.box, box.wire}, PlacesOf(serve.data(), box.tensor),
+                     tensor_class.shape, false);
   }
   SumsReply reply;
   for (const auto& [name, sum] : rows) {

@@ -13,6 +13,7 @@
 
 #include "bascule/session.h"
 #include "copy/cpu/executor.h"
+#include "digest/audit.h"
 #include "session/membership.h"
 #include "session/messages.h"
 #include "session/programs.h"
@@ -111,6 +112,9 @@ class SourceService final : public PeerHandler {
   [[nodiscard]] Result<std::string> AnswerOpen(uint64_t connection, const PeerRequest& request);
   [[nodiscard]] Result<std::string> AnswerChecks(const PeerRequest& request);
   [[nodiscard]] Result<std::string> AnswerAudit(const PeerRequest& request);
+  [[nodiscard]] Result<std::string> AnswerSums(const PeerRequest& request);
+  // Where a tensor of a held version lies.
+  [[nodiscard]] std::vector<StridedBox> PlacesOf(const SlotData& slot, uint32_t tensor) const;
   [[nodiscard]] Result<std::shared_ptr<const WorldView>> ViewOf(const PeerRequest& request);
   [[nodiscard]] bool ArenaIntact(const SlotData& slot, uint32_t tensor) const;
   [[nodiscard]] Result<std::vector<Sum>> DigestChunks(const SlotData& slot, const Part& part,
