@@ -75,6 +75,17 @@ format: ## Rewrite the sources as lint wants them
 	ruff check --fix-only $(PYTHON_FOLDERS)
 	ruff format $(PYTHON_FOLDERS)
 
+# FUZZ_SECONDS for each fuzzer, JOBS at a time, from the seeds and what earlier runs found.
+FUZZ_SECONDS ?= 60
+.PHONY: fuzz
+fuzz: ## Fuzz every parser of outside bytes for a minute each
+	@tools/setup build fuzz
+	cmake --preset fuzz
+	cmake --build --preset fuzz -j $(JOBS)
+	build/fuzz/fuzz/fuzz_seeds build/fuzz/corpus
+	cd build/fuzz && ls fuzz/fuzz_* | grep -v fuzz_seeds | xargs -P $(JOBS) -I{} \
+	  ../../fuzz/run {} $(FUZZ_SECONDS)
+
 .PHONY: sanitize
 sanitize: asan tsan ## Run the C++ tests under the address, undefined and thread sanitizers
 

@@ -105,10 +105,12 @@ Membership CoordinatorCore::Snapshot(VersionId id) const {
 bool CoordinatorCore::HasOwnMembership(VersionId id) const {
   if (id.term != current_) return true;
   if (id.version == 0) return false;
-  const TermRecord& term = terms_.at(id.term);
-  const auto version = term.versions.find(id.version);
-  if (version == term.versions.end()) return false;
-  return std::any_of(term.seats.begin(), term.seats.end(), [&](const Seat& seat) {
+  const auto term = terms_.find(id.term);  // none before the first Join
+  if (term == terms_.end()) return false;
+  const auto version = term->second.versions.find(id.version);
+  if (version == term->second.versions.end()) return false;
+  const auto& seats = term->second.seats;
+  return std::any_of(seats.begin(), seats.end(), [&](const Seat& seat) {
     const auto hold = version->second.holds.find(seat.incarnation);
     return hold != version->second.holds.end() && !hold->second.revoked &&
            hold->second.info->layout_serial != seat.info->layout_serial &&

@@ -267,6 +267,14 @@ TEST(CoordinatorBlobs, HaveLimits) {
   EXPECT_EQ(put(5, 0), Code::kResourceExhausted);
 }
 
+TEST(CoordinatorMembers, OfAVersionBeforeAnyTermAreNone) {
+  CoreDriver d(1);
+  const auto members = d.core.MembersFor({0, 1}, 0, d.now);
+  ASSERT_TRUE(members.ok()) << members.status().ToString();
+  EXPECT_TRUE((*members)->members.empty());
+  EXPECT_EQ(d.core.MembersFor({7, 1}, 0, d.now).status().code(), Code::kNotFound);
+}
+
 TEST(CoordinatorLimits, HoldUnderManyVersionsTermsAndIncarnations) {
   CoreDriver d(1);
   CoordinatorOptions options = CoreDriver::Options(false, 1000);

@@ -221,7 +221,9 @@ TEST(CoordinatorProcess, KilledAndRestartedWhileTheWorldAssembles) {
 }
 
 TEST(CoordinatorProcess, KilledAndRestartedWhileClientsWait) {
-  auto server = std::make_unique<ServerProcess>("127.0.0.1:0");
+  // Members have six of these to rejoin, on a machine that may be slow; they beat more often.
+  constexpr int kHeartbeatMs = 2000;
+  auto server = std::make_unique<ServerProcess>("127.0.0.1:0", kHeartbeatMs);
   const std::string address = server->address();
   ASSERT_FALSE(address.empty());
   Member first(address, Role::kTrainer, 0, 2);
@@ -238,7 +240,7 @@ TEST(CoordinatorProcess, KilledAndRestartedWhileClientsWait) {
   }
   std::this_thread::sleep_for(milliseconds(200));
   server->Kill();
-  server = std::make_unique<ServerProcess>(address);
+  server = std::make_unique<ServerProcess>(address, kHeartbeatMs);
   // It is tried again until this rank has rejoined.
   const auto held = second.Held(1);
   ASSERT_TRUE(held.ok()) << held.status().ToString();
