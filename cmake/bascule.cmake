@@ -1,5 +1,15 @@
 # Build rules shared by every folder.
 
+# Which versions of the library may stand in for one another (docs/compatibility.md): until 1.0
+# those of one minor version.
+if(PROJECT_VERSION_MAJOR EQUAL 0)
+  set(BASCULE_SOVERSION ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
+  set(BASCULE_COMPATIBILITY SameMinorVersion)
+else()
+  set(BASCULE_SOVERSION ${PROJECT_VERSION_MAJOR})
+  set(BASCULE_COMPATIBILITY SameMajorVersion)
+endif()
+
 add_library(bascule_flags INTERFACE)
 target_compile_options(bascule_flags INTERFACE -Wall -Wextra -Wshadow -Wno-missing-field-initializers)
 target_include_directories(bascule_flags INTERFACE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)

@@ -5,6 +5,7 @@
 
 #include <random>
 
+#include "bascule/version.h"
 #include "coordinator/grpc_directory.h"
 
 namespace bascule {
@@ -88,7 +89,7 @@ Status Agent::Join(Deadline deadline) {
   JoinRequest request;
   request.job = options_.job.name;
   request.token = options_.job.token;
-  request.build = "0.1.0";
+  request.build = Version();
   request.state = options_.state();
   std::string bytes;
   {

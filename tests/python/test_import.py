@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
 import bascule
 
@@ -34,11 +32,6 @@ import bascule, bascule.layout, bascule.errors
 assert state() == before, (before, state())
 """
     run(code)
-
-
-def test_version_is_that_of_the_project() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    assert bascule.__version__ == project["project"]["version"]
 
 
 def test_it_runs_beside_torch_whichever_comes_first() -> None:

@@ -1,4 +1,3 @@
-// The shared library's own translation unit; everything else comes from the layers.
 #include "bascule/version.h"
 
 namespace bascule {
