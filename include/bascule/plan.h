@@ -66,14 +66,16 @@ struct RankMemory {
 // The plan of one membership. Immutable; thread-safe.
 class PlanPreview {
  public:
-  // `ranks` are sorted by (role, engine, rank), trainers first. Errors are those that ranks would
-  // get when they connect: what no trainer holds, shapes and dtypes that do not fit, source tensors
-  // that an engine neither wants nor lists as unused.
+  // `ranks` are sorted by (role, engine, rank), trainers first. Errors: what an engine needs and no
+  // trainer holds, shapes and dtypes that do not fit.
   [[nodiscard]] static Result<std::shared_ptr<const PlanPreview>> Prepare(
       std::vector<PlannedRank> ranks);
   virtual ~PlanPreview() = default;
 
   [[nodiscard]] virtual const std::vector<PlannedRank>& ranks() const = 0;
+  // What ranks check beside when they connect: is every source tensor wanted by each engine, or
+  // listed as unused by it?
+  [[nodiscard]] virtual Status CheckEngines() const = 0;
   // What a rank fetches; nothing for a trainer.
   [[nodiscard]] virtual PlannedPart PartOf(uint32_t index) const = 0;
   [[nodiscard]] virtual Bound ComputeBound(const Rates& rates) const = 0;

@@ -395,6 +395,11 @@ class PlanPreview:
     def prepare(trainers: World, trainer_nodes: Sequence[int], rollouts: World, engines: Sequence[tuple[str, Sequence[int]]]) -> PlanPreview:
         """Engines are (name, node of each rank), sorted by name."""
 
+    def check_engines(self) -> None:
+        """
+        Raise where an engine neither wants nor lists as unused what trainers publish.
+        """
+
     def part_of(self, index: int) -> tuple[int, list[tuple[int, int, int, bool]]]:
         """
         What a rank fetches: pieces, and links of (source, bytes, chunks, same node).

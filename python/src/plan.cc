@@ -100,6 +100,10 @@ void BindPlan(nb::module_& m) {
                   nb::arg("rollouts"), nb::arg("engines"),
                   "Engines are (name, node of each rank), sorted by name.")
       .def(
+          "check_engines",
+          [](const PlanPreview& self) { Check(WithoutGil([&] { return self.CheckEngines(); })); },
+          "Raise where an engine neither wants nor lists as unused what trainers publish.")
+      .def(
           "part_of",
           [](const PlanPreview& self, uint32_t index) {
             if (index >= self.ranks().size()) {

@@ -16,11 +16,12 @@ class Templates {
   uint32_t Add(const std::shared_ptr<const WorldTemplate>& shape) {
     auto [at, added] = by_pointer_.try_emplace(shape.get(), 0);
     if (!added) return at->second;
-    const ContentDigest digest = DigestOf(shape->Serialize());
-    auto known = std::find(world_.template_digests.begin(), world_.template_digests.end(), digest);
-    at->second = static_cast<uint32_t>(known - world_.template_digests.begin());
-    if (known == world_.template_digests.end()) {
-      world_.template_digests.push_back(digest);
+    auto known = std::find_if(world_.templates.begin(), world_.templates.end(),
+                              [&](const auto& other) { return *other == *shape; });
+    at->second = static_cast<uint32_t>(known - world_.templates.begin());
+    if (known == world_.templates.end()) {
+      // The plan's digest is told to nobody, so the content need not be hashed.
+      world_.template_digests.push_back({0, at->second});
       world_.templates.push_back(shape);
     }
     return at->second;
@@ -41,26 +42,25 @@ World WorldOfRanks(const std::vector<PlannedRank>& ranks) {
   return world;
 }
 
-// Two-sided, each engine by itself.
-Status CheckEngines(const std::vector<PlannedRank>& ranks) {
-  std::vector<WorldMember> sources;
-  std::map<std::string, std::vector<WorldMember>> engines;
-  for (const PlannedRank& rank : ranks) {
-    (rank.engine.empty() ? sources : engines[rank.engine])
-        .push_back({rank.world.get(), rank.coordinates});
-  }
-  for (const auto& [name, members] : engines) {
-    BASCULE_RETURN_IF_ERROR(CheckCoverage(sources, members));
-  }
-  return Status::Ok();
-}
-
 class PlannerPreview final : public PlanPreview {
  public:
   PlannerPreview(std::vector<PlannedRank> ranks, std::shared_ptr<const Planner> planner)
       : ranks_(std::move(ranks)), planner_(std::move(planner)) {}
 
   [[nodiscard]] const std::vector<PlannedRank>& ranks() const override { return ranks_; }
+
+  [[nodiscard]] Status CheckEngines() const override {
+    std::vector<WorldMember> sources;
+    std::map<std::string, std::vector<WorldMember>> engines;
+    for (const PlannedRank& rank : ranks_) {
+      (rank.engine.empty() ? sources : engines[rank.engine])
+          .push_back({rank.world.get(), rank.coordinates});
+    }
+    for (const auto& [name, members] : engines) {
+      BASCULE_RETURN_IF_ERROR(CheckCoverage(sources, members));
+    }
+    return Status::Ok();
+  }
 
   [[nodiscard]] PlannedPart PartOf(uint32_t index) const override {
     const Part part = planner_->PartOf(index);
@@ -90,7 +90,6 @@ class PlannerPreview final : public PlanPreview {
 
 Result<std::shared_ptr<const PlanPreview>> PlanPreview::Prepare(std::vector<PlannedRank> ranks) {
   BASCULE_ASSIGN_OR_RETURN(auto planner, Planner::Prepare(WorldOfRanks(ranks)));
-  BASCULE_RETURN_IF_ERROR(CheckEngines(ranks));
   return std::shared_ptr<const PlanPreview>(
       std::make_shared<PlannerPreview>(std::move(ranks), std::move(planner)));
 }
