@@ -10,31 +10,13 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Defaults of the transformers configuration classes (huggingface/transformers,
-// src/transformers/models/*/configuration_*.py); models.json sets what differs. Only what fixes
-// shapes. All linear layers of these models are without bias.
-const char* const kDefaults = R"({
-  "DeepseekV3Config": {"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
-    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
-    "n_shared_experts": 1, "n_routed_experts": 256, "kv_lora_rank": 512, "q_lora_rank": 1536,
-    "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128,
-    "first_k_dense_replace": 3},
-  "GlmMoeDsaConfig": {"vocab_size": 154880, "hidden_size": 6144, "intermediate_size": 12288,
-    "moe_intermediate_size": 2048, "num_hidden_layers": 78, "num_attention_heads": 64,
-    "n_shared_experts": 1, "n_routed_experts": 256, "kv_lora_rank": 512, "q_lora_rank": 2048,
-    "qk_rope_head_dim": 64, "v_head_dim": 256, "qk_nope_head_dim": 192,
-    "first_k_dense_replace": 3, "index_head_dim": 128, "index_n_heads": 32},
-  "Qwen3MoeConfig": {"tie_word_embeddings": false}
-})";
-
 class ModelMaker {
  public:
   ModelMaker(std::string name, Json config) : config_(std::move(config)) {
     model_.name = std::move(name);
   }
 
-  Model Make(const std::string& config_class) {
-    const bool latent = config_class != "Qwen3MoeConfig";
+  Model Make(bool latent) {
     model_.experts = Get(latent ? "n_routed_experts" : "num_experts");
     Add("model.embed_tokens.weight", {Get("vocab_size"), hidden_}, Cut::kRows);
     const int64_t dense = latent ? Get("first_k_dense_replace") : 0;
@@ -138,14 +120,11 @@ Result<Model> LoadModel(const std::string& models_json, const std::string& name)
   if (models.is_discarded() || !models.contains(name)) {
     return Status(Code::kNotFound, fmt::format("no model {} in {}", name, models_json));
   }
-  const std::string config_class = models[name].value("class", "");
-  Json config = Json::parse(kDefaults);
-  if (!config.contains(config_class)) {
-    return Status(Code::kUnimplemented, fmt::format("no shapes of {} here", config_class));
+  const std::string type = models[name].value("model_type", "");
+  if (type != "qwen3_moe" && type != "deepseek_v3" && type != "glm_moe_dsa") {
+    return Status(Code::kUnimplemented, fmt::format("no shapes of {} here", type));
   }
-  config = config[config_class];
-  config.update(models[name]["set"]);
-  return ModelMaker(name, std::move(config)).Make(config_class);
+  return ModelMaker(name, models[name]).Make(/*latent=*/type != "qwen3_moe");
 }
 
 }  // namespace bascule::bench

@@ -32,8 +32,8 @@ struct Model {
   [[nodiscard]] uint64_t bytes() const;
 };
 
-// `models_json` is the path of bench/models.json. Known: qwen3-235b-a22b, qwen3-30b-a3b, glm-5.2,
-// deepseek-v3, kimi-k2.
+// `models_json` is the path of python/bascule/cli/models.json. Known: qwen3-235b-a22b,
+// qwen3-30b-a3b, glm-5.2, deepseek-v3, kimi-k2.
 [[nodiscard]] Result<Model> LoadModel(const std::string& models_json, const std::string& name);
 
 }  // namespace bascule::bench
