@@ -14,7 +14,7 @@ import numpy.typing as npt
 from bascule._bascule import DType, MemoryKind
 from bascule.errors import InvalidArgument
 
-__all__ = ["ArrayView", "as_dtype", "gaps", "view_of"]
+__all__ = ["ArrayView", "as_dtype", "dtype_of", "gaps", "refuse_pending_bits", "view_of"]
 
 _NAMES: dict[str, DType] = {
     **{dtype.name: dtype for dtype in DType},
@@ -60,6 +60,22 @@ def as_dtype(dtype: Any) -> DType:
     if found is None:
         raise InvalidArgument(f"no element type is named {dtype!r}; e.g. 'bf16', 'float32'")
     return found
+
+
+def dtype_of(name: str, dtype: Any) -> DType:
+    """Return `as_dtype`, with the tensor's name in the error.
+
+    Parameters
+    ----------
+    name
+        Of the tensor.
+    dtype
+        As for `as_dtype`.
+    """
+    try:
+        return as_dtype(dtype)
+    except InvalidArgument as error:
+        raise InvalidArgument(error.message, tensor=name) from None
 
 
 @dataclass(frozen=True)
@@ -135,7 +151,7 @@ def view_of(name: str, array: Any, dtype: Any = None) -> ArrayView:
     view = _own_view_of(name, array)
     if dtype is None:
         return view
-    element = as_dtype(dtype)
+    element = dtype_of(name, dtype)
     if element.itemsize != view.dtype.itemsize:
         raise InvalidArgument(
             f"elements of {view.dtype.name} are no {element.name}: sizes differ", tensor=name
@@ -179,10 +195,7 @@ def _view_of_numpy(name: str, array: npt.NDArray[Any], owner: object) -> ArrayVi
     dtype = array.dtype
     if dtype.byteorder == (">" if sys.byteorder == "little" else "<"):
         raise InvalidArgument(f"{dtype!r} is not in this machine's byte order", tensor=name)
-    try:
-        element = as_dtype(dtype)
-    except InvalidArgument as error:
-        raise InvalidArgument(error.message, tensor=name) from None
+    element = dtype_of(name, dtype)
     return _checked(
         name,
         ArrayView(
@@ -200,7 +213,7 @@ def _view_of_interface(
     name: str, array: Any, interface: dict[str, Any], kind: MemoryKind
 ) -> ArrayView:
     shape = tuple(interface["shape"])
-    element = as_dtype(getattr(array, "dtype", interface["typestr"]))
+    element = dtype_of(name, getattr(array, "dtype", interface["typestr"]))
     address, readonly = interface["data"]
     device = int(getattr(getattr(array, "device", None), "id", 0))
     return _checked(
@@ -233,9 +246,10 @@ def _view_of_torch(name: str, tensor: Any, torch: Any) -> ArrayView:
         raise InvalidArgument(
             f"a {type(tensor).__name__} has no storage of its own; give what it wraps", tensor=name
         )
+    refuse_pending_bits(name, tensor)
     # A parameter can be rebound to other storage; its detached twin cannot.
     owner = tensor.detach()
-    element = as_dtype(tensor.dtype)
+    element = dtype_of(name, tensor.dtype)
     kind, device, fd, fd_offset = MemoryKind.HOST, -1, -1, 0
     if tensor.device.type == "cuda":
         kind, device = MemoryKind.DEVICE, tensor.get_device()
@@ -258,6 +272,30 @@ def _view_of_torch(name: str, tensor: Any, torch: Any) -> ArrayView:
             fd_offset=fd_offset,
         ),
     )
+
+
+def refuse_pending_bits(name: str, tensor: Any) -> None:
+    """Raise if a torch tensor's values are not those in its memory.
+
+    torch negates and conjugates some views lazily, by a bit beside the memory.
+
+    Parameters
+    ----------
+    name
+        Of the tensor.
+    tensor
+        Of torch.
+    """
+    for pending, what, remedy in (
+        (tensor.is_neg(), "negated", "resolve_neg"),
+        (tensor.is_conj(), "conjugated", "resolve_conj"),
+    ):
+        if pending:
+            raise InvalidArgument(
+                f"the tensor is a view that torch has {what} without touching its memory; give "
+                f"`tensor.{remedy}()`, a copy",
+                tensor=name,
+            )
 
 
 def _shared_fd(tensor: Any, torch: Any) -> int:

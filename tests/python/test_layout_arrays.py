@@ -222,6 +222,35 @@ def test_meta_tensors_are_refused() -> None:
         bascule.Layout.from_arrays({"w": torch.zeros(4, device="meta")})
 
 
+def test_torch_views_with_pending_bits_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    from bascule.integrations.torch import layout_of
+
+    whole = torch.complex(torch.ones(4), torch.arange(4.0))
+    negated = torch.conj(whole).imag
+    assert negated.is_neg()
+    for make in (bascule.Layout.from_arrays, layout_of):
+        # With the address of another tensor: no tie.
+        with pytest.raises(bascule.InvalidArgument, match=r"resolve_neg\(\)") as caught:
+            make({"plain": whole.imag, "w": negated})
+        assert caught.value.tensor == "w"
+        with pytest.raises(bascule.InvalidArgument, match=r"resolve_conj\(\)") as caught:
+            make({"w": torch.conj(whole)})
+        assert caught.value.tensor == "w"
+        make({"w": negated.resolve_neg()}).validate()
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "uint64", "float8_e4m3fnuz"])
+def test_torch_types_without_a_name_here_are_refused_by_tensor(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    from bascule.integrations.torch import layout_of
+
+    for make in (bascule.Layout.from_arrays, layout_of):
+        with pytest.raises(bascule.InvalidArgument, match=dtype) as caught:
+            make({"w": torch.zeros(4).to(getattr(torch, dtype))})
+        assert caught.value.tensor == "w"
+
+
 def test_bits_in_arrays_of_another_type(read_layout: Any) -> None:
     words = np.arange(4, dtype=np.uint16)
     layout = bascule.Layout.from_arrays({"w": words}, dtypes={"w": "bf16"})
@@ -230,6 +259,9 @@ def test_bits_in_arrays_of_another_type(read_layout: Any) -> None:
     np.testing.assert_array_equal(read_layout(layout)["w"], words)
     with pytest.raises(bascule.InvalidArgument, match="sizes differ"):
         bascule.Layout.from_arrays({"w": words}, dtypes={"w": "f32"})
+    with pytest.raises(bascule.InvalidArgument, match="bf17") as caught:
+        bascule.Layout.from_arrays({"w": words}, dtypes={"w": "bf17"})
+    assert caught.value.tensor == "w"
 
 
 def test_json_there_and_back(read_layout: Any) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from bascule._arrays import view_of
+from bascule._arrays import refuse_pending_bits, view_of
 from bascule.errors import InvalidArgument, Unimplemented
 from bascule.integrations._device_mesh import grid_of
 from bascule.layout import (
@@ -121,6 +121,8 @@ def layout_of(
     targets: dict[object, str] = {}
     for entry in entries:
         name = rename(entry.name)
+        # Before ties are looked for: such views have the address of another tensor.
+        refuse_pending_bits(entry.name, _local(entry.tensor))
         target = targets.setdefault(entry.tie, name)
         if target != name:
             builder.add_alias(name, target)
