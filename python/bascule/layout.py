@@ -150,7 +150,8 @@ class Layout:
         text
             Written by `to_json`, or by hand.
         arrays
-            For each buffer of the layout, by name, an array that is as many bytes.
+            For each buffer of the layout, by name, an array that is as many bytes, all of them its
+            own.
         """
         native = _bascule.layout_from_json(text)
         views: dict[str, ArrayView] = {}
@@ -158,6 +159,12 @@ class Layout:
             if buffer.name not in arrays:
                 raise InvalidArgument("arrays= lacks this buffer", tensor=buffer.name)
             view = view_of(buffer.name, arrays[buffer.name])
+            if view.size * view.dtype.itemsize != view.span:
+                raise InvalidArgument(
+                    "the array of this buffer is strided: the bytes between its elements are not "
+                    "its own; give the whole array that it is a view of, or a contiguous copy",
+                    tensor=buffer.name,
+                )
             if view.span != buffer.bytes:
                 raise InvalidArgument(
                     f"the buffer is {buffer.bytes} bytes, its array {view.span}", tensor=buffer.name

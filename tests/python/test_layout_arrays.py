@@ -279,3 +279,19 @@ def test_json_there_and_back(read_layout: Any) -> None:
         bascule.Layout.from_json(text, {**arrays, "a": np.zeros(6)})
     with pytest.raises(bascule.InvalidArgument, match="JSON"):
         bascule.Layout.from_json("{", arrays)
+
+
+def test_json_takes_arrays_whose_bytes_are_all_their_own() -> None:
+    def text(size: int) -> str:
+        array = np.zeros(size, np.float32)
+        return bascule.Layout.from_arrays({"a": array}).to_json()
+
+    # Seven elements long, but every other one belongs to somebody else.
+    with pytest.raises(bascule.InvalidArgument, match="strided") as caught:
+        bascule.Layout.from_json(text(7), {"a": np.zeros(8, np.float32)[::2]})
+    assert caught.value.tensor == "a"
+    whole = np.zeros((4, 6), np.float32)
+    with pytest.raises(bascule.InvalidArgument, match="strided"):
+        bascule.Layout.from_json(text(21), {"a": whole[:, :3]})
+    for array in (whole, whole.T, whole[:1], whole[1:3]):
+        bascule.Layout.from_json(text(array.size), {"a": array})
