@@ -13,6 +13,7 @@ For torch modules see `bascule.integrations.torch`.
 
 from __future__ import annotations
 
+import difflib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from bascule import _bascule
-from bascule._arrays import FLOATING, ArrayView, as_dtype, gaps, view_of
+from bascule._arrays import FLOATING, ArrayView, as_dtype, dtype_of, gaps, view_of
 from bascule._bascule import (
     Block,
     DType,
@@ -108,10 +109,10 @@ class Layout:
             declared as padding. Arrays that are the same memory become aliases.
         dtypes
             What the elements of an array are, by its name, where its own type only has their size:
-            bf16 in an array of ``np.uint16``.
+            bf16 in an array of ``np.uint16``. A name that ``arrays`` lacks is an error.
         publish_dtype
             Senders: what crosses where it is not the array's own type. One for all tensors of
-            floating point, or a mapping by name.
+            floating point, or a mapping by name as in ``arrays``, which must have the name.
         names
             From the names in ``arrays`` to those of the checkpoint.
         aliases
@@ -119,14 +120,15 @@ class Layout:
         unused
             Receivers: tensors of the sender that are not wanted; a trailing ``*`` matches any end.
         """
+        require_known("dtypes=", dtypes or {}, arrays)
         builder = LayoutBuilder()
-        dtype_of = publish_dtypes(publish_dtype)
+        published = publish_dtypes(publish_dtype, arrays)
         rename = renames(names)
         first_of: dict[tuple[object, ...], str] = {}
         for key, array in arrays.items():
             view = view_of(key, array, (dtypes or {}).get(key))
             name = rename(key)
-            dtype = dtype_of(key, view.dtype)
+            dtype = published(key, view.dtype)
             identity = (view.address, view.shape, view.byte_strides, view.dtype, dtype)
             target = first_of.setdefault(identity, name) if view.size > 0 else name
             if target == name:
@@ -431,18 +433,44 @@ def _overlapping(entries: list[_Entry]) -> list[list[_Entry]]:
     return groups
 
 
-def publish_dtypes(publish_dtype: Any) -> Callable[[str, DType], DType]:
+def require_known(option: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise if an option names a tensor that there is not, e.g. by a misspelt name.
+
+    Parameters
+    ----------
+    option
+        For the message, e.g. ``"dtypes="``.
+    names
+        That the option names.
+    known
+        All that there are.
+    """
+    there = dict.fromkeys(known)
+    for name in names:
+        if name in there:
+            continue
+        close = difflib.get_close_matches(str(name), [str(other) for other in there], 1)
+        hint = f"; did you mean {close[0]!r}?" if close else "; correct it or leave it out"
+        raise InvalidArgument(
+            f"{option} names {name!r}, which is none of the tensors{hint}", tensor=str(name)
+        )
+
+
+def publish_dtypes(publish_dtype: Any, known: Iterable[str]) -> Callable[[str, DType], DType]:
     """Return the function (name, own dtype) -> publish dtype that an option stands for.
 
     Parameters
     ----------
     publish_dtype
         None, a dtype for all tensors of floating point, or a mapping from names to dtypes.
+    known
+        The names that a mapping may have.
     """
     if publish_dtype is None:
         return lambda name, own: own
     if isinstance(publish_dtype, Mapping):
-        by_name = {name: as_dtype(dtype) for name, dtype in publish_dtype.items()}
+        require_known("publish_dtype=", publish_dtype, known)
+        by_name = {name: dtype_of(name, dtype) for name, dtype in publish_dtype.items()}
         return lambda name, own: by_name.get(name, own)
     dtype = as_dtype(publish_dtype)
     return lambda name, own: dtype if own in FLOATING else own

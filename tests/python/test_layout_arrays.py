@@ -100,6 +100,19 @@ def test_publish_dtype() -> None:
     assert one.tensors["n"].dtype is DType.F32
     with pytest.raises(bascule.InvalidArgument, match="float99"):
         bascule.Layout.from_arrays(arrays, publish_dtype="float99")
+    with pytest.raises(bascule.InvalidArgument, match="float99") as caught:
+        bascule.Layout.from_arrays(arrays, publish_dtype={"w": "float99"})
+    assert caught.value.tensor == "w"
+
+
+@pytest.mark.parametrize("option", ["dtypes", "publish_dtype"])
+def test_options_by_name_need_the_name(option: str) -> None:
+    arrays = {"layer.weight": np.zeros(4, np.uint16), "n": np.zeros(4, np.uint16)}
+    for key, hint in (("layer.wieght", "did you mean 'layer.weight'"), ("other", "leave it out")):
+        with pytest.raises(bascule.InvalidArgument, match=hint) as caught:
+            bascule.Layout.from_arrays(arrays, **{option: {key: "i16"}})
+        assert option in caught.value.message
+        assert caught.value.tensor == key
 
 
 def test_one_memory_under_two_names_is_an_alias() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import bascule
-from bascule.layout import Mesh
+from bascule.layout import DType, Mesh
 
 torch = pytest.importorskip("torch")
 
@@ -404,9 +404,24 @@ def test_what_does_not_fit_is_named() -> None:
         layout_of(state, placements={"w": [Shard(0)]})
     with pytest.raises(bascule.InvalidArgument, match="2 placements"):
         layout_of(state, mesh=mesh, coordinates=[0], placements={"w": [Replicate(), Replicate()]})
-    with pytest.raises(bascule.InvalidArgument, match="does not have") as caught:
-        layout_of(state, mesh=mesh, coordinates=[0], placements={"v": [Shard(0)]})
-    assert caught.value.tensor == "v"
+    for option, value in (
+        ("placements", [Shard(0)]),
+        ("shapes", [5]),
+    ):
+        with pytest.raises(bascule.InvalidArgument, match=f"{option}= names 'v'") as caught:
+            layout_of(state, mesh=mesh, coordinates=[0], **{option: {"v": value}})
+        assert caught.value.tensor == "v"
+
+
+def test_a_publish_dtype_by_name_needs_the_name() -> None:
+    model = nn.ModuleDict({"_orig_mod": nn.Linear(2, 2)})
+    for prefix in ("", "_orig_mod."):
+        layout = layout_of(model, publish_dtype={f"{prefix}weight": "bf16"})
+        assert layout.tensors["weight"].dtype is DType.BF16
+        assert layout.tensors["bias"].dtype is DType.F32
+    with pytest.raises(bascule.InvalidArgument, match="did you mean 'weight'") as caught:
+        layout_of(model, publish_dtype={"weigth": "bf16"})
+    assert caught.value.tensor == "weigth"
 
 
 def test_placements_are_taken_over() -> None:

@@ -39,6 +39,7 @@ from bascule.layout import (
     publish_dtypes,
     renames,
     replicate,
+    require_known,
     shard,
     strided_shard,
 )
@@ -87,7 +88,7 @@ def layout_of(
         The module, or name to tensor. FSDP2 modules give their sharded parameters.
     publish_dtype
         Senders: what crosses where it is not the tensor's own type. One for all tensors of
-        floating point, or a mapping by name as in ``state``.
+        floating point, or a mapping by name as in ``state``, which must have the name.
     mesh
         The grid of ranks, where it is not to be taken from DTensors.
     coordinates
@@ -116,7 +117,9 @@ def layout_of(
     entries = _entries_of(state, buffers)
     cutter = _Cutter(entries, mesh, coordinates, shapes or {}, placements or {})
     builder = LayoutBuilder(cutter.mesh, cutter.coordinates)
-    dtype_of = publish_dtypes(publish_dtype)
+    if isinstance(publish_dtype, Mapping):
+        publish_dtype = {_plain_name(name): dtype for name, dtype in publish_dtype.items()}
+    published = publish_dtypes(publish_dtype, [entry.name for entry in entries])
     rename = renames(names)
     targets: dict[object, str] = {}
     for entry in entries:
@@ -129,7 +132,7 @@ def layout_of(
             continue
         shape, cuts, local = cutter.cut(entry)
         view = view_of(entry.name, local)
-        tensor = LogicalTensor(name, shape, dtype_of(entry.name, view.dtype))
+        tensor = LogicalTensor(name, shape, published(entry.name, view.dtype))
         builder.add_view(Block.of(tensor, cuts), view, name=entry.name)
     for name, target in (aliases or {}).items():
         builder.add_alias(name, target)
@@ -225,7 +228,9 @@ class _Cutter:
         self._shapes = {_plain_name(name): list(shape) for name, shape in shapes.items()}
         self._placements = {_plain_name(name): option for name, option in placements.items()}
         self._axes_of: dict[int, list[tuple[str, ...]]] = {}
-        _check_names([entry.name for entry in entries], [*self._shapes, *self._placements])
+        known = [entry.name for entry in entries]
+        require_known("shapes=", self._shapes, known)
+        require_known("placements=", self._placements, known)
         if mesh is None:
             if self._placements or coordinates is not None:
                 raise InvalidArgument("placements and coordinates need mesh=")
@@ -307,12 +312,3 @@ class _Cutter:
                 "tensors use in parts, needs an even cut that is the only one of its dimension",
                 tensor=name,
             )
-
-
-def _check_names(known: Sequence[str], used: Iterable[str]) -> None:
-    unknown = sorted(set(used) - set(known))
-    if unknown:
-        raise InvalidArgument(
-            f"shapes= and placements= name {unknown[0]!r}, which the state does not have",
-            tensor=unknown[0],
-        )
