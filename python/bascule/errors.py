@@ -35,6 +35,9 @@ __all__ = [
 class Error(Exception):
     """An error of bascule. Every other exception here derives from it.
 
+    An argument of a wrong Python type is a ``TypeError``, as everywhere; one of the right type with
+    a value that is not allowed is an `InvalidArgument`.
+
     Parameters
     ----------
     message

@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from bascule import _bascule, _lifetime
 from bascule._bascule import ReceiverState
+from bascule._checks import U64_MAX, choice, whole
 from bascule._logging import SessionLog
 from bascule.errors import Error, Poisoned
 from bascule.job import Job
@@ -199,10 +200,10 @@ class WeightReceiver:
         native = _bascule.WeightReceiver.connect(
             job=job._native(),
             engine=engine,
-            rank=rank,
-            world_size=world_size,
-            shadow=_bascule.ShadowMode[shadow.upper()],
-            threads=threads,
+            rank=whole("rank", rank, 0),
+            world_size=whole("world_size", world_size, 1),
+            shadow=choice("shadow", shadow, _bascule.ShadowMode),
+            threads=whole("threads", threads, 1, 2**31 - 1),
             digest=digest,
             layout=layout.native,
             owners=layout,
@@ -244,6 +245,8 @@ class WeightReceiver:
         term, version
             Of `Update.id` or `Publication.id`.
         """
+        whole("term", term, 1, U64_MAX)
+        whole("version", version, 1, U64_MAX)
         return Update(self._native.open(term, version), self)
 
     @property

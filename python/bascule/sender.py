@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from bascule import _bascule, _lifetime
 from bascule._bascule import PublicationState
+from bascule._checks import U64_MAX, choice, whole
 from bascule._logging import SessionLog
 from bascule.job import Job
 from bascule.layout import Layout
@@ -141,11 +142,11 @@ class WeightSender:
         """
         native = _bascule.WeightSender.connect(
             job=job._native(),
-            rank=rank,
-            world_size=world_size,
-            arena=_bascule.ArenaMode[arena.upper()],
-            threads=threads,
-            versions_held=versions_held,
+            rank=whole("rank", rank, 0),
+            world_size=whole("world_size", world_size, 1),
+            arena=choice("arena", arena, _bascule.ArenaMode),
+            threads=whole("threads", threads, 1, 2**31 - 1),
+            versions_held=whole("versions_held", versions_held, 1),
             digest=digest,
             layout=layout.native,
             owners=layout,
@@ -165,7 +166,7 @@ class WeightSender:
         Parameters
         ----------
         version
-            Greater than every earlier one of the term.
+            Greater than every earlier one of the term; 1 to 2**64 - 1.
         timeout
             Seconds.
 
@@ -174,6 +175,7 @@ class WeightSender:
         StaleTerm
             The trainer world restarted; connect anew.
         """
+        whole("version", version, 1, U64_MAX)
         publication = Publication(self._native.publish(version, timeout), self)
         self._log.published(publication)
         return publication

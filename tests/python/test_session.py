@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import json
 import threading
@@ -302,12 +303,43 @@ def test_bad_input(shadowed: World) -> None:
             layout=bascule.Layout.from_arrays({"nowhere": np.zeros(16, np.float32)}, unused=["*"]),
         )
     assert caught.value.tensor == "nowhere"
+    for version in (-1, 0, 2**64):
+        with pytest.raises(bascule.InvalidArgument, match="1 to 18446744073709551615"):
+            shadowed.senders[0].publish(version)
+        with pytest.raises(bascule.InvalidArgument, match="1 to 18446744073709551615"):
+            shadowed.receivers[0].open(1, version)
+    with pytest.raises(TypeError):
+        shadowed.senders[0].publish("3")  # type: ignore[arg-type]
     frozen = np.zeros(16, np.float32)
     frozen.flags.writeable = False
     with pytest.raises(bascule.InvalidArgument, match="read-only"):
         bascule.WeightReceiver.connect(
             shadowed.job, engine="e1", layout=bascule.Layout.from_arrays({"norm": frozen})
         )
+
+
+@pytest.mark.parametrize(
+    ("option", "allowed"),
+    [
+        ({"arena": "bogus"}, "'auto', 'device', 'host', 'direct'"),
+        ({"shadow": "bogus"}, "'auto', 'device', 'host', 'none'"),
+        ({"rank": -1}, "0 to"),
+        ({"world_size": 0}, "1 to"),
+        ({"world_size": 2**32}, "to 4294967295"),
+        ({"threads": -1}, "1 to"),
+        ({"versions_held": 2**32}, "1 to"),
+    ],
+)
+def test_options_say_what_is_allowed(option: dict[str, Any], allowed: str) -> None:
+    job = bascule.Job(name="options")
+    layout = bascule.Layout.from_arrays({"w": np.zeros(4, np.float32)})
+    name, value = next(iter(option.items()))
+    connect: Any = bascule.WeightSender.connect
+    if name == "shadow":
+        connect = functools.partial(bascule.WeightReceiver.connect, engine="e")
+    with pytest.raises(bascule.InvalidArgument, match=allowed) as caught:
+        connect(job, layout=layout, **option)
+    assert f"{name}={value!r}" in caught.value.message
 
 
 def test_a_second_rank_of_one_number_is_refused(shadowed: World) -> None:
