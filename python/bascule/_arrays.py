@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,15 @@ import numpy.typing as npt
 from bascule._bascule import DType, MemoryKind
 from bascule.errors import InvalidArgument
 
-__all__ = ["ArrayView", "as_dtype", "dtype_of", "gaps", "refuse_pending_bits", "view_of"]
+__all__ = [
+    "ArrayView",
+    "Storages",
+    "as_dtype",
+    "dtype_of",
+    "gaps",
+    "refuse_pending_bits",
+    "view_of",
+]
 
 _NAMES: dict[str, DType] = {
     **{dtype.name: dtype for dtype in DType},
@@ -90,6 +98,8 @@ class ArrayView:
         One for each dimension, none negative.
     owner
         The object that keeps the memory alive.
+    storage
+        torch's, which can be freed and moved under a tensor that is alive; None for others.
     """
 
     address: int
@@ -102,6 +112,7 @@ class ArrayView:
     device: int = -1
     fd: int = -1
     fd_offset: int = 0
+    storage: Any = None
 
     @property
     def size(self) -> int:
@@ -270,8 +281,38 @@ def _view_of_torch(name: str, tensor: Any, torch: Any) -> ArrayView:
             device=device,
             fd=fd,
             fd_offset=fd_offset,
+            storage=owner.untyped_storage(),
         ),
     )
+
+
+class Storages:
+    """Where torch's storages were when a layout was made.
+
+    Parameters
+    ----------
+    views
+        Of the layout, by the names of their arrays.
+    """
+
+    def __init__(self, views: Iterable[tuple[str, ArrayView]] = ()) -> None:
+        known: dict[int, tuple[str, Any, int, int]] = {}
+        for name, view in views:
+            storage = view.storage
+            if storage is not None and view.size > 0:
+                known[storage._cdata] = (name, storage, storage.data_ptr(), storage.nbytes())
+        self._known = list(known.values())
+
+    def check(self) -> None:
+        """Raise if one is not there any more: memory that it gave back must not be touched."""
+        for name, storage, address, size in self._known:
+            if storage.data_ptr() != address or storage.nbytes() != size:
+                raise InvalidArgument(
+                    f"torch has freed, resized or moved the storage of this tensor: it was {size} "
+                    f"bytes when the layout was made and is {storage.nbytes()} now, or lies "
+                    "elsewhere; call update_layout with a new layout",
+                    tensor=name,
+                )
 
 
 def refuse_pending_bits(name: str, tensor: Any) -> None:

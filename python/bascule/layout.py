@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from bascule import _bascule
-from bascule._arrays import FLOATING, ArrayView, as_dtype, dtype_of, gaps, view_of
+from bascule._arrays import FLOATING, ArrayView, Storages, as_dtype, dtype_of, gaps, view_of
 from bascule._bascule import (
     Block,
     DType,
@@ -75,11 +75,13 @@ class Layout:
     """
 
     def __init__(
-        self, native: _bascule.Layout, owners: Iterable[object] = (), readonly: Sequence[str] = ()
+        self, native: _bascule.Layout, views: Iterable[tuple[str, ArrayView]] = ()
     ) -> None:
+        views = list(views)
         self._native = native
-        self._owners = tuple(owners)
-        self._readonly = tuple(readonly)
+        self._owners = tuple(view.owner for _, view in views)
+        self._readonly = tuple(name for name, view in views if view.readonly)
+        self._storages = Storages(views)
 
     def __repr__(self) -> str:
         held = sum(buffer.bytes for buffer in self._native.buffers)
@@ -140,8 +142,7 @@ class Layout:
             builder.add_alias(name, target)
         for pattern in unused:
             builder.add_unused(pattern)
-        layout = builder.build()
-        return cls(layout.native, layout._owners, layout._readonly)
+        return cls(*builder._build())
 
     @classmethod
     def from_json(cls, text: str, arrays: Mapping[str, Any]) -> Self:
@@ -173,11 +174,7 @@ class Layout:
                 )
             native.set_memory(number, view.address, view.kind, view.device, view.fd, view.fd_offset)
             views[buffer.name] = view
-        layout = cls(
-            native,
-            [view.owner for view in views.values()],
-            [name for name, view in views.items() if view.readonly],
-        )
+        layout = cls(native, views.items())
         layout.validate()
         return layout
 
@@ -229,6 +226,13 @@ class Layout:
                 "the array is read-only, so nothing can be received into it; give a copy",
                 tensor=self._readonly[0],
             )
+
+    def require_memory(self) -> None:
+        """Raise `bascule.InvalidArgument` if the storage of a torch tensor was freed or moved.
+
+        Sessions do so before they read or write the arrays.
+        """
+        self._storages.check()
 
 
 @dataclass
@@ -379,14 +383,13 @@ class LayoutBuilder:
 
     def build(self) -> Layout:
         """Return this rank's layout. The builder is used up."""
+        return Layout(*self._build())
+
+    def _build(self) -> tuple[_bascule.Layout, list[tuple[str, ArrayView]]]:
         for group in _overlapping(self._entries):
             self._add_group(group)
         self._entries, entries = [], self._entries
-        return Layout(
-            self._native.build(),
-            owners=[entry.view.owner for entry in entries],
-            readonly=[entry.name for entry in entries if entry.view.readonly],
-        )
+        return self._native.build(), [(entry.name, entry.view) for entry in entries]
 
     def _add_group(self, group: list[_Entry]) -> None:
         """Add views whose ranges of bytes overlap, such as columns of one array, as one buffer."""

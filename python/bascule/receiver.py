@@ -50,7 +50,14 @@ class Update:
         ----------
         timeout
             Seconds until landing fails; the rank is then idle again and nothing changed.
+
+        Raises
+        ------
+        InvalidArgument
+            torch has freed, resized or moved the storage of a tensor of the layout;
+            `WeightReceiver.update_layout` first.
         """
+        self._receiver.layout.require_memory()
         self._native.stage(timeout)
         self._log.step("staging", self)
 
@@ -116,7 +123,10 @@ class Update:
         Poisoned
             The switch failed half way, or the post-commit hook raised (then its exception is the
             cause); only a dense commit heals the rank.
+        InvalidArgument
+            As for `stage`; nothing was decided or written.
         """
+        self._receiver.layout.require_memory()
         self.decide(timeout=timeout)
         try:
             self._native.commit(timeout)
@@ -325,6 +335,7 @@ class WeightReceiver:
         DataLoss
             They differ; ``tensor`` names where.
         """
+        self._layout.require_memory()
         self._native.audit(timeout)
         self._log.step("audited")
 

@@ -174,7 +174,10 @@ class WeightSender:
         ------
         StaleTerm
             The trainer world restarted; connect anew.
+        InvalidArgument
+            torch has freed, resized or moved the storage of a tensor; `update_layout` first.
         """
+        self._layout.require_memory()
         whole("version", version, 1, U64_MAX)
         publication = Publication(self._native.publish(version, timeout), self)
         self._log.published(publication)

@@ -466,6 +466,53 @@ def test_arrays_live_as_long_as_the_session() -> None:
     assert gone() is None
 
 
+def test_a_torch_storage_that_is_gone_is_not_touched() -> None:
+    torch = pytest.importorskip("torch")
+    trainer = {"a": torch.arange(4.0), "w": torch.arange(1 << 20, dtype=torch.float32)}
+    engine = {name: torch.zeros_like(tensor) for name, tensor in trainer.items()}
+
+    def free(state: dict[str, Any]) -> Any:
+        state["w"].untyped_storage().resize_(0)  # what FSDP1 does to gathered parameters
+        return pytest.raises(bascule.InvalidArgument, match=r"call update_layout.* \[tensor w\]")
+
+    def renew(session: Any, state: dict[str, Any]) -> None:
+        state["w"] = torch.full((1 << 20,), 7.0)
+        session.update_layout(bascule.Layout.from_arrays(state))
+
+    with ExitStack() as stack:
+        job = bascule.Job(name="storage")
+        layout = bascule.Layout.from_arrays(trainer)
+        sender = stack.enter_context(bascule.WeightSender.connect(job, layout=layout))
+        job = dataclasses.replace(job, coordinator=sender.coordinator)
+        layout = bascule.Layout.from_arrays(engine)
+        receiver = stack.enter_context(
+            bascule.WeightReceiver.connect(job, engine="e", layout=layout)
+        )
+        with free(trainer):
+            sender.publish(1)
+        renew(sender, trainer)
+        sender.publish(1).wait()
+        update = receiver.poll()
+        assert update is not None
+        with free(engine):
+            update.stage()
+        renew(receiver, engine)
+        update.stage()
+        update.wait_staged()
+        with free(engine):
+            update.commit()
+        update.abort()
+        renew(receiver, engine)
+        update = receiver.poll()
+        assert update is not None
+        update.stage()
+        update.wait_staged()
+        update.commit()
+        assert torch.equal(engine["w"], trainer["w"])
+        with free(engine):
+            receiver.audit()
+
+
 def test_torch_in_and_out() -> None:
     torch = pytest.importorskip("torch")
     from bascule.integrations.torch import layout_of
