@@ -15,4 +15,18 @@ void Raise(const Status& status) {
   throw nb::python_error();
 }
 
+std::string TextOf(nb::handle exception) {
+  const nb::object text = nb::steal(PyObject_Repr(exception.ptr()));
+  const nb::object bytes =
+      text.is_valid()
+          ? nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"))
+          : nb::object();
+  if (bytes.is_valid()) {
+    return {PyBytes_AS_STRING(bytes.ptr()), static_cast<size_t>(PyBytes_GET_SIZE(bytes.ptr()))};
+  }
+  PyErr_Clear();
+  return std::string("an exception of type ") + Py_TYPE(exception.ptr())->tp_name +
+         ", whose repr() raises";
+}
+
 }  // namespace bascule::python

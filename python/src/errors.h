@@ -1,6 +1,9 @@
-// Status -> the exceptions of bascule.errors.
+// Status -> the exceptions of bascule.errors, and exceptions -> text.
 #pragma once
 
+#include <nanobind/nanobind.h>
+
+#include <string>
 #include <utility>
 
 #include "bascule/status.h"
@@ -9,6 +12,10 @@ namespace bascule::python {
 
 // Raises the exception of an error. Needs the GIL.
 [[noreturn]] void Raise(const Status& status);
+
+// The repr() of an exception as UTF-8: what is no character is escaped, and where repr() raises
+// there is the type's name. Needs the GIL; raises nothing.
+[[nodiscard]] std::string TextOf(nanobind::handle exception);
 
 inline void Check(const Status& status) {
   if (!status.ok()) Raise(status);

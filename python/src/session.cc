@@ -69,8 +69,7 @@ std::function<Status(VersionId)> CallInPython(std::shared_ptr<PostCommitHook> ho
       return Status::Ok();
     } catch (nb::python_error& error) {
       hook->error = nb::borrow(error.value());
-      return Status(Code::kInternal, "the post-commit hook raised " +
-                                         nb::cast<std::string>(nb::repr(error.value())));
+      return Status(Code::kInternal, "the post-commit hook raised " + TextOf(error.value()));
     }
   };
 }

@@ -252,6 +252,43 @@ def test_a_hook_that_raises_poisons_until_the_next_commit(shadowed: World) -> No
     assert shadowed.receivers[1].servable
 
 
+class NoReprError(Exception):
+    def __repr__(self) -> str:
+        raise ValueError
+
+
+class NoTextError(Exception):
+    def __repr__(self) -> str:
+        return "half \ud800"
+
+
+@pytest.mark.parametrize(
+    ("raised", "text"),
+    [(NoReprError(), "type NoReprError"), (NoTextError(), r"raised half \ud800")],
+)
+def test_a_hook_may_raise_what_has_no_text(raised: Exception, text: str) -> None:
+    def hook(done: bascule.VersionId) -> None:
+        raise raised
+
+    def layout() -> bascule.Layout:
+        return bascule.Layout.from_arrays({"w": np.zeros(4, np.float32)})
+
+    job = bascule.Job(name="text")
+    with bascule.WeightSender.connect(job, layout=layout()) as sender:
+        job = dataclasses.replace(job, coordinator=sender.coordinator)
+        with bascule.WeightReceiver.connect(job, engine="e", layout=layout()) as receiver:
+            receiver.set_post_commit_hook(hook)
+            sender.publish(1).wait()
+            update = receiver.poll()
+            assert update is not None
+            update.stage()
+            with pytest.raises(bascule.Poisoned) as caught:
+                update.commit()
+            assert text in caught.value.message
+            assert caught.value.__cause__ is raised
+            assert receiver.state is bascule.ReceiverState.POISONED
+
+
 def test_audit_on_demand_names_the_tensor(shadowed: World) -> None:
     shadowed.update(1)
     shadowed.receivers[0].audit()
