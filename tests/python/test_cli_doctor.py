@@ -26,6 +26,7 @@ from bascule.cli._doctor import (
     Wanted,
     compare_identities,
     identity_of,
+    probe,
 )
 
 COMMAND = [sys.executable, "-c", "from bascule.cli import main; main()"]
@@ -331,6 +332,20 @@ def test_what_was_found_is_told() -> None:
     assert findings(MadeUp(variables=variables))["environment"].level is Level.OK
 
 
+def test_page_cache_of_a_cgroup_counts_as_free() -> None:
+    machine = MadeUp()
+    machine.files |= {
+        "/sys/fs/cgroup/pods/memory.max": f"{8 * GIB}\n",
+        "/sys/fs/cgroup/pods/memory.current": f"{7 * GIB}\n",
+        "/sys/fs/cgroup/pods/memory.stat": f"anon 1\ninactive_file {2 * GIB}\n",
+    }
+    memory = findings(machine)["memory"]
+    assert memory.values == {
+        "free": 3 * GIB,
+        "limit": "the limit of 8.59 GB in /sys/fs/cgroup/pods/memory.max",
+    }
+
+
 def test_a_machine_that_tells_nothing() -> None:
     machine = MadeUp(files={}, links={}, shm=None, packages={})
     found = findings(machine)
@@ -533,10 +548,23 @@ def test_sockets_in_a_directory(tmp_path: Path) -> None:
         assert checks["transport shm"]["level"] == "problem"
 
 
-def test_memory_is_really_sealed() -> None:
-    from bascule.cli._doctor.probe import _sealed
+def test_what_arrives_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Machine().share("") == ""
+    monkeypatch.setattr(probe, "_READER", probe._READER.replace("view[:]", "view[1:]"))
+    assert "other bytes" in Machine().share("")
+    monkeypatch.setattr(probe, "_READER", "raise OSError('no')")
+    assert Machine().share("")
 
-    memory = _sealed(b"x" * 4096)
+
+def test_a_folder_with_modules_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "numpy.py").write_text("raise RuntimeError")
+    (tmp_path / "socket.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    assert Machine().update() == Machine().share("") == ""
+
+
+def test_memory_is_really_sealed() -> None:
+    memory = probe._sealed(b"x" * 4096)
     try:
         with pytest.raises(OSError, match="not permitted"):
             os.ftruncate(memory, 0)
