@@ -94,6 +94,10 @@ struct Report {
   std::vector<LinkReport> links;
   bool audited = false;           // the whole rank was audited against the trainers' layouts
   uint64_t peak_extra_bytes = 0;  // beyond the framework's own memory
+  // Requests that this rank sent for the update so far: to the coordinator and to ranks of its
+  // engine (heartbeats apart), and to sources.
+  uint64_t control_messages = 0;
+  uint64_t peer_messages = 0;
 };
 
 enum class PublicationState : uint8_t { kOpen, kAvailable, kAborted, kRetired, kUnknown };

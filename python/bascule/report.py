@@ -110,6 +110,11 @@ class Report:
         True when the whole rank was audited against the trainers' layouts.
     peak_extra_bytes
         The most memory used beyond the framework's own.
+    control_messages
+        Requests that this rank sent for the update to the coordinator and to ranks of its engine;
+        heartbeats apart.
+    peer_messages
+        Requests that this rank sent to trainers for the update.
     """
 
     id: VersionId
@@ -122,6 +127,8 @@ class Report:
     links: tuple[LinkReport, ...]
     audited: bool
     peak_extra_bytes: int
+    control_messages: int
+    peer_messages: int
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields, nested ones too, as dictionaries and lists for JSON."""
@@ -144,4 +151,6 @@ class Report:
             links=tuple(LinkReport(**link) for link in fields["links"]),
             audited=fields["audited"],
             peak_extra_bytes=fields["peak_extra_bytes"],
+            control_messages=fields["control_messages"],
+            peer_messages=fields["peer_messages"],
         )

@@ -242,6 +242,17 @@ Result<JoinReply> CoordinatorCore::Join(const JoinRequest& request, CoordinatorT
 
 Status CoordinatorCore::AlreadyExists(const MemberInfo& member, const MemberRecord& older) const {
   const int64_t silence = now_.steady_ms - older.last_seen_ms;
+  if (older.info->world_size != member.world_size) {
+    return Status(Code::kAlreadyExists,
+                  fmt::format("{} says that its world has {} ranks, but {} of a world of {} lives "
+                              "(heard {} ms ago). Give all ranks one world size; if that world was "
+                              "stopped, it counts as gone after {} ms of silence: try again then",
+                              NameOf(member), member.world_size, NameOf(*older.info),
+                              older.info->world_size, silence,
+                              kSilentHeartbeats * options_.heartbeat_ms))
+        .WithRank(static_cast<int>(member.rank))
+        .WithPeer(NameOf(*older.info));
+  }
   return Status(Code::kAlreadyExists,
                 fmt::format("two live ranks with one number: {} (world size {}, node \"{}\") was "
                             "heard {} ms ago. Give each rank its own global number; if the older "
@@ -260,8 +271,14 @@ CoordinatorCore::Rival CoordinatorCore::RivalOf(const MemberInfo& member) const 
   };
   if (member.role == Role::kTrainer) {
     const auto term = terms_.find(current_);
-    if (term == terms_.end() || member.rank >= term->second.seats.size()) return {};
-    return rival(term->second.seats[member.rank].incarnation);
+    if (term == terms_.end()) return {};
+    const auto& seats = term->second.seats;
+    if (term->second.world_size != member.world_size) {
+      for (const Seat& seat : seats) {
+        if (const Rival found = rival(seat.incarnation); found.incarnation != 0) return found;
+      }
+    }
+    return member.rank < seats.size() ? rival(seats[member.rank].incarnation) : Rival{};
   }
   auto other = rollouts_.lower_bound({member.engine, 0});
   for (; other != rollouts_.end() && other->first.first == member.engine; ++other) {
@@ -349,6 +366,14 @@ Result<JoinReply> CoordinatorCore::JoinTrainer(const JoinRequest& request) {
     }
     const bool unknown = seat.incarnation == 0 && term.adopted;
     if (unknown && !settled_) return wait;
+    if (!same && term.world_size != member.world_size) {
+      // A stray rank must not end a world that lives.
+      for (const Seat& other : term.seats) {
+        const auto live = members_.find(other.incarnation);
+        if (live == members_.end() || Silent(live->second)) continue;
+        return AlreadyExists(member, live->second);
+      }
+    }
     if (!same && term.world_size != member.world_size) {
       OpenTerm(fmt::format("a world of {} replaces one of {}", member.world_size, term.world_size));
     } else if (!same && (seat.incarnation != 0 || unknown)) {

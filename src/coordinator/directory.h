@@ -208,6 +208,8 @@ class Directory {
   [[nodiscard]] virtual Result<bool> Gone(uint64_t incarnation, Deadline deadline) = 0;
   // What StatusJson says.
   [[nodiscard]] virtual Result<std::string> StatusJson(Deadline deadline) = 0;
+  // Requests sent so far; heartbeats are not counted.
+  [[nodiscard]] virtual uint64_t requests() const = 0;
   // Calls that wait, and all that come later, end at once with kClosed.
   virtual void Cancel() = 0;
 };

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <thread>
 #include <utility>
 
@@ -78,6 +79,7 @@ class GrpcDirectory final : public Directory {
   Result<std::string> StatusJson(Deadline deadline) override {
     return Call("Status", "", deadline);
   }
+  [[nodiscard]] uint64_t requests() const override { return requests_; }
   void Cancel() override { client_->Cancel(); }
 
  private:
@@ -86,6 +88,7 @@ class GrpcDirectory final : public Directory {
   Result<std::string> Call(const std::string& method, const std::string& request,
                            Deadline deadline) {
     while (true) {
+      if (method != "Heartbeat") ++requests_;
       Result<std::string> reply = client_->Call(method, request, deadline);
       if (reply.status().code() != Code::kUnavailable || deadline.Passed()) return reply;
       std::this_thread::sleep_for(
@@ -114,6 +117,7 @@ class GrpcDirectory final : public Directory {
   }
 
   const std::unique_ptr<RpcClient> client_;
+  std::atomic<uint64_t> requests_{0};
 };
 
 }  // namespace

@@ -73,6 +73,7 @@ class LocalDirectory final : public Directory {
   }
   Result<bool> Gone(uint64_t incarnation, Deadline) override { return service_->Gone(incarnation); }
   Result<std::string> StatusJson(Deadline) override { return service_->StatusJson(); }
+  [[nodiscard]] uint64_t requests() const override { return 0; }
   // The service is this directory's own: what waits in it ends.
   void Cancel() override { service_->Stop(); }
 

@@ -99,8 +99,15 @@ Status Agent::Join(Deadline deadline) {
   }
   request.state.highest_term = std::max(request.state.highest_term, newest_term_.load());
   request.state.joined_term = term_;
-  BASCULE_RETURN_IF_ERROR(StoreTemplate(bytes, request.member.world_template, deadline));
-  BASCULE_ASSIGN_OR_RETURN(JoinReply reply, directory_->Join(request, deadline));
+  Result<JoinReply> joined = Status(Code::kInternal, "never asked");
+  do {
+    BASCULE_RETURN_IF_ERROR(StoreTemplate(bytes, request.member.world_template, deadline));
+    joined = directory_->Join(request, deadline);
+    // A coordinator that was restarted in between has no templates.
+  } while (joined.status().code() == Code::kNotFound && !deadline.Passed());
+  BASCULE_ASSIGN_OR_RETURN(JoinReply reply, std::move(joined));
+  joined_ = true;
+  unsettled_ = false;  // it came with the layout
   term_ = reply.term;
   stale_ = reply.stale_term;
   newest_term_ = std::max(newest_term_.load(), reply.term);
@@ -109,18 +116,47 @@ Status Agent::Join(Deadline deadline) {
   return Status::Ok();
 }
 
+bool Agent::IsUncertain(const Status& status) {
+  const Code code = status.code();
+  return code == Code::kUnavailable || code == Code::kDeadlineExceeded || code == Code::kClosed ||
+         code == Code::kInternal;
+}
+
 Status Agent::Rebind(const std::string& template_bytes, const std::vector<uint32_t>& coordinates,
                      Deadline deadline) {
+  BASCULE_RETURN_IF_ERROR(Settle(deadline));
   ContentDigest digest = DigestOf(template_bytes);
   BASCULE_RETURN_IF_ERROR(StoreTemplate(template_bytes, digest, deadline));
   MemberInfo member = this->member();
   member.world_template = digest;
   member.coordinates = coordinates;
   ++member.layout_serial;
-  BASCULE_ASSIGN_OR_RETURN(JoinReply reply, directory_->Rebind(member, deadline));
+  Result<JoinReply> reply = directory_->Rebind(member, deadline);
   std::lock_guard lock(mutex_);
+  if (!reply.ok()) {
+    if (IsUncertain(reply.status())) {
+      options_.member.layout_serial += 2;
+      unsettled_ = true;
+    }
+    return reply.status();
+  }
   options_.member = std::move(member);
   options_.template_bytes = template_bytes;
+  epoch_ = reply->epoch;
+  return Status::Ok();
+}
+
+Status Agent::Settle(Deadline deadline) {
+  if (!unsettled_) return Status::Ok();
+  std::string bytes;
+  {
+    std::lock_guard lock(mutex_);
+    bytes = options_.template_bytes;
+  }
+  const MemberInfo member = this->member();
+  BASCULE_RETURN_IF_ERROR(StoreTemplate(bytes, member.world_template, deadline));
+  BASCULE_ASSIGN_OR_RETURN(JoinReply reply, directory_->Rebind(member, deadline));
+  unsettled_ = false;
   epoch_ = reply.epoch;
   return Status::Ok();
 }
@@ -171,6 +207,7 @@ void Agent::Beat() {
   newest_term_ = std::max(newest_term_.load(), reply->term);
   epoch_ = reply->epoch;
   if (reply->stale_term) stale_ = true;
+  (void)Settle(deadline);
   options_.on_beat(*reply);
 }
 
@@ -183,12 +220,12 @@ Status Agent::Close(Deadline deadline) {
   }
   // Calls of other threads, which may wait long, end here. (Most of all those that wait for the
   // coordinator that this process hosts and is about to stop.)
-  directory_->Cancel();
+  if (directory_) directory_->Cancel();
   if (thread_.joinable()) thread_.join();
   // A coordinator that is gone already cannot be told and need not be.
   const Deadline patience = deadline.Earlier(Deadline::In(std::chrono::seconds(1)));
   Status left;
-  if (!gone_) {
+  if (joined_ && !gone_) {
     left = MakeGrpcDirectory(coordinator_, options_.job.token)->Leave(incarnation_, patience);
   }
   if (left.code() == Code::kUnavailable || left.code() == Code::kDeadlineExceeded) left = {};

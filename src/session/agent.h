@@ -51,8 +51,12 @@ class Agent {
   // kForked in a child of fork(), kClosed after Close.
   [[nodiscard]] Status Usable() const;
   [[nodiscard]] bool forked() const;
+  // Gives the coordinator another layout of this rank. Where that fails, member() is as before, but
+  // for a serial that is higher by two: the failed one may arrive yet, and Settle ends it.
   [[nodiscard]] Status Rebind(const std::string& template_bytes,
                               const std::vector<uint32_t>& coordinates, Deadline deadline);
+  // The coordinator has this rank's layout as member() has it: at once, unless a Rebind failed.
+  [[nodiscard]] Status Settle(Deadline deadline);
   // Beats at once, from the agent's thread.
   void BeatSoon();
   // Leaves the job and stops beating. Idempotent.
@@ -63,6 +67,7 @@ class Agent {
   [[nodiscard]] Status Join(Deadline deadline);
   [[nodiscard]] Status StoreTemplate(const std::string& bytes, const ContentDigest& digest,
                                      Deadline deadline);
+  [[nodiscard]] static bool IsUncertain(const Status& status);
   void Loop();
   void Beat();
 
@@ -80,6 +85,8 @@ class Agent {
   std::atomic<bool> closed_{false};
   std::atomic<bool> gone_{false};
   std::atomic<bool> stale_{false};
+  std::atomic<bool> joined_{false};
+  std::atomic<bool> unsettled_{false};  // a Rebind failed and may have been carried out
 
   mutable std::mutex mutex_;
   std::condition_variable wake_;

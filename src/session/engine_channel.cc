@@ -154,10 +154,9 @@ Result<std::string> EngineChannel::HandleLeader(const std::string& method,
   if (method == "hello") {
     const VersionId serving = GetId(&in);
     if (!in.done()) return Malformed();
-    auto position = decider_->Hello(rank, incarnation, serving);
+    const uint64_t next_poll = decider_->Hello(rank, incarnation, serving);
     out.U64(options_.incarnation);
-    out.U64(position.next_poll);
-    out.U64(position.next_ready);
+    out.U64(next_poll);
     changed_.notify_all();
     return out.Take();
   }
@@ -190,12 +189,13 @@ Result<std::string> EngineChannel::HandleLeader(const std::string& method,
     return out.Take();
   }
   if (method == "ready") {
+    const UpdateKey key = GetKey(&in);
     const uint64_t index = in.U64();
     if (!in.done()) return Malformed();
     bool lost = false;
     std::optional<bool> answer;
     changed_.wait_until(lock, slice.at(), [&] {
-      answer = decider_->ReadyAt(index, &lost);
+      answer = decider_->ReadyAt(key, index, &lost);
       return answer.has_value() || lost;
     });
     Numbered kind = answer ? Numbered::kAnswer : lost ? Numbered::kLost : Numbered::kNotYet;
@@ -255,6 +255,7 @@ Result<std::string> EngineChannel::AskRank(uint32_t rank, const std::string& met
                                            const std::string& request, Deadline deadline) {
   if (rank == options_.rank) return Handle(method, request, deadline);
   BASCULE_ASSIGN_OR_RETURN(auto client, ClientOf(rank, deadline));
+  ++requests_;
   auto answer = client->Call(method, request, deadline);
   if (!answer.ok() && (answer.status().code() == Code::kUnavailable ||
                        answer.status().code() == Code::kDeadlineExceeded)) {
@@ -279,12 +280,10 @@ Status EngineChannel::Hello(Deadline deadline) {
   WireReader in(bytes);
   const uint64_t leader = in.U64();
   const uint64_t next_poll = in.U64();
-  const uint64_t next_ready = in.U64();
   if (!in.done()) return Malformed();
   std::lock_guard lock(client_mutex_);
   leader_ = leader;
   next_poll_ = next_poll;
-  next_ready_ = next_ready;
   return Status::Ok();
 }
 
@@ -440,7 +439,7 @@ Result<bool> EngineChannel::Ready(const UpdateKey& key, Deadline deadline) {
     }
     std::lock_guard lock(mutex_);
     const bool answer = decider_->AllVoted(key) && decider_->available(key);
-    decider_->RecordReady(answer);
+    decider_->RecordReady(key, answer);
     changed_.notify_all();
     return answer;
   }
@@ -449,9 +448,14 @@ Result<bool> EngineChannel::Ready(const UpdateKey& key, Deadline deadline) {
     uint64_t index = 0;
     {
       std::lock_guard lock(client_mutex_);
+      if (ready_key_ != key) {
+        ready_key_ = key;
+        next_ready_ = 0;
+      }
       index = next_ready_;
     }
     WireWriter out;
+    PutKey(&out, key);
     out.U64(index);
     BASCULE_ASSIGN_OR_RETURN(std::string bytes, AskLeader("ready", out.Take(), deadline));
     WireReader in(bytes);
@@ -466,10 +470,10 @@ Result<bool> EngineChannel::Ready(const UpdateKey& key, Deadline deadline) {
     }
     std::lock_guard lock(client_mutex_);
     if (kind == Numbered::kLost) {
-      leader_ = 0;
-      return Status(Code::kAborted, "this rank fell behind the engine's Ready calls; poll again");
+      return Status(Code::kAborted, "rank 0 knows this update no more; poll again")
+          .WithPeer(Name(0));
     }
-    next_ready_ = index + 1;
+    if (ready_key_ == key) next_ready_ = index + 1;
     return answer;
   }
 }
@@ -724,7 +728,10 @@ Status EngineChannel::Abort(const UpdateKey& key, const std::string& why, Deadli
     return Status::Ok();
   }
   if (learned.outcome == Outcome::kCommit) {
-    return Status(Code::kBusy, "the update was decided already; commit it");
+    return Status(Code::kBusy,
+                  fmt::format("the engine has decided to commit version {} of term {}; commit it "
+                              "on this rank too (Poll gives the update back)",
+                              key.id.version, key.id.term));
   }
   return Status::Ok();
 }

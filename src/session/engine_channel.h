@@ -85,6 +85,8 @@ class EngineChannel {
   // back. At most 64, newest last.
   [[nodiscard]] std::vector<uint64_t> ToldGone();
 
+  // Requests sent to other ranks so far.
+  [[nodiscard]] uint64_t requests() const { return requests_; }
   // Ends this rank's own calls within a slice.
   void Cancel() { cancelled_ = true; }
   void Stop();
@@ -130,6 +132,7 @@ class EngineChannel {
   std::string address_;
   std::unique_ptr<RpcServer> server_;
   std::atomic<bool> cancelled_{false};
+  std::atomic<uint64_t> requests_{0};
 
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -147,6 +150,7 @@ class EngineChannel {
   std::vector<uint64_t> told_gone_;
   uint64_t leader_ = 0;  // incarnation that this rank has introduced itself to
   uint64_t next_poll_ = 0;
+  UpdateKey ready_key_;  // the update that Ready was called of last
   uint64_t next_ready_ = 0;
 };
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <functional>
 
 #include "digest/digest.h"
 
@@ -10,7 +11,7 @@ namespace bascule {
 namespace {
 
 constexpr size_t kRemembered = 16;
-constexpr uint64_t kAnswersKept = 64;
+constexpr uint64_t kUpdatesKept = 64;
 
 class Hasher {
  public:
@@ -91,6 +92,15 @@ Status RankCore::BeginStage(const UpdateKey& key, bool* landed) {
     return Status(Code::kAborted,
                   "this update was opened by an engine rank 0 that is gone; poll again");
   }
+  if (rebinding_) {
+    return Status(Code::kBusy, "the rank's layout is being replaced; stage after UpdateLayout");
+  }
+  if (state_ == ReceiverState::kDecided || state_ == ReceiverState::kCommitting) {
+    return Status(Code::kBusy,
+                  fmt::format("{} is decided and not committed on this rank; commit it (Poll gives "
+                              "the update back), then poll again",
+                              Describe(key_.id)));
+  }
   if (state_ != ReceiverState::kIdle && state_ != ReceiverState::kPoisoned) {
     return Status(Code::kBusy,
                   fmt::format("the rank is {} for {}; finish or abort that update first",
@@ -104,6 +114,21 @@ Status RankCore::BeginStage(const UpdateKey& key, bool* landed) {
     state_ = ReceiverState::kStaging;
   }
   return Status::Ok();
+}
+
+Status RankCore::BeginRebind() {
+  if (rebinding_) return Status(Code::kBusy, "another UpdateLayout is running");
+  if (state_ != ReceiverState::kIdle && state_ != ReceiverState::kPoisoned) {
+    return Status(Code::kBusy, fmt::format("the rank is {} for {}; update the layout after it",
+                                           ReceiverStateName(state_), Describe(key_.id)));
+  }
+  rebinding_ = true;
+  return Status::Ok();
+}
+
+void RankCore::EndRebind(bool rebound) {
+  rebinding_ = false;
+  if (rebound) serving_ = {};
 }
 
 bool RankCore::EndStage(const UpdateKey& key, bool ok) {
@@ -198,7 +223,7 @@ uint64_t RankCore::Fingerprint() const {
 DeciderCore::DeciderCore(uint64_t incarnation, uint32_t world_size)
     : incarnation_(incarnation), world_size_(world_size) {}
 
-DeciderCore::Position DeciderCore::Hello(uint32_t rank, uint64_t incarnation, VersionId serving) {
+uint64_t DeciderCore::Hello(uint32_t rank, uint64_t incarnation, VersionId serving) {
   RankView& view = ranks_[rank];
   if (view.incarnation != incarnation) {
     // The votes of an earlier life of this rank count no more.
@@ -207,7 +232,7 @@ DeciderCore::Position DeciderCore::Hello(uint32_t rank, uint64_t incarnation, Ve
     }
   }
   view = {incarnation, serving};
-  return {polls_, readies_};
+  return polls_.count;
 }
 
 VersionId DeciderCore::CommonVersion() const {
@@ -255,29 +280,27 @@ bool DeciderCore::available(const UpdateKey& key) const {
 }
 
 uint64_t DeciderCore::RecordPoll(PollAnswer answer) {
-  poll_answers_.emplace(polls_, std::move(answer));
-  if (poll_answers_.size() > kAnswersKept) poll_answers_.erase(poll_answers_.begin());
-  return polls_++;
+  // Only "nothing new" repeats: an offer is of an attempt of its own.
+  polls_.Add(std::move(answer), [](const PollAnswer& a, const PollAnswer& b) {
+    return a.status.ok() && b.status.ok() && !a.key && !b.key;
+  });
+  return polls_.count - 1;
 }
 
 std::optional<DeciderCore::PollAnswer> DeciderCore::PollAt(uint64_t index, bool* lost) const {
-  auto it = poll_answers_.find(index);
-  *lost = it == poll_answers_.end() && index < polls_;
-  if (it == poll_answers_.end()) return std::nullopt;
-  return it->second;
+  return polls_.At(index, lost);
 }
 
-uint64_t DeciderCore::RecordReady(bool answer) {
-  ready_answers_.emplace(readies_, answer);
-  if (ready_answers_.size() > kAnswersKept) ready_answers_.erase(ready_answers_.begin());
-  return readies_++;
+void DeciderCore::RecordReady(const UpdateKey& key, bool answer) {
+  auto it = updates_.find(key);
+  if (it != updates_.end()) it->second.ready.Add(answer, std::equal_to<bool>());
 }
 
-std::optional<bool> DeciderCore::ReadyAt(uint64_t index, bool* lost) const {
-  auto it = ready_answers_.find(index);
-  *lost = it == ready_answers_.end() && index < readies_;
-  if (it == ready_answers_.end()) return std::nullopt;
-  return it->second;
+std::optional<bool> DeciderCore::ReadyAt(const UpdateKey& key, uint64_t index, bool* lost) const {
+  auto it = updates_.find(key);
+  *lost = it == updates_.end();
+  if (*lost) return std::nullopt;
+  return it->second.ready.At(index, lost);
 }
 
 void DeciderCore::Vote(const UpdateKey& key, uint32_t rank, uint64_t incarnation, bool ok,
@@ -362,7 +385,7 @@ void DeciderCore::Serving(uint32_t rank, uint64_t incarnation, VersionId id) {
 
 // Forgets all but the last 64 updates (their commits stay known).
 void DeciderCore::Trim() {
-  while (updates_.size() > kAnswersKept) {
+  while (updates_.size() > kUpdatesKept) {
     auto oldest = std::min_element(
         updates_.begin(), updates_.end(),
         [](const auto& a, const auto& b) { return a.first.attempt < b.first.attempt; });
@@ -373,8 +396,7 @@ void DeciderCore::Trim() {
 uint64_t DeciderCore::Fingerprint() const {
   Hasher hasher;
   hasher.Mix(incarnation_);
-  hasher.Mix(polls_);
-  hasher.Mix(readies_);
+  hasher.Mix(polls_.count);
   for (const auto& [key, update] : updates_) {
     hasher.Mix(key);
     hasher.Mix(static_cast<uint64_t>(update.outcome) * 2 + static_cast<uint64_t>(update.available));

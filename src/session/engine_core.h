@@ -81,6 +81,10 @@ class RankCore {
   void EndCommit(const UpdateKey& key, bool ok);
   // A background audit failed, or a hook: IDLE(v) -> POISONED.
   void Poison();
+  // The rank's memory is described anew: kBusy unless IDLE or POISONED; no update is staged until
+  // EndRebind. `rebound`: what the new memory holds is no version.
+  [[nodiscard]] Status BeginRebind();
+  void EndRebind(bool rebound);
   // This incarnation was declared gone by the directory: never servable again.
   void Banish() { banished_ = true; }
   [[nodiscard]] bool banished() const { return banished_; }
@@ -102,6 +106,7 @@ class RankCore {
   UpdateKey key_;
   bool poisoned_ = false;
   bool banished_ = false;
+  bool rebinding_ = false;
   std::vector<uint64_t>
       refused_;  // incarnations of deciders that are gone; newest last, at most 16
   // Outcomes learned lately, for ranks that ask late. Newest last, at most 16.
@@ -122,12 +127,8 @@ class DeciderCore {
     bool own_membership = false;
     int64_t publish_start_ns = 0;
   };
-  // Where a rank that (re)connected stands: its next poll and ready calls are these.
-  struct Position {
-    uint64_t next_poll = 0;
-    uint64_t next_ready = 0;
-  };
-  Position Hello(uint32_t rank, uint64_t incarnation, VersionId serving);
+  // Returns the number of the rank's next poll.
+  uint64_t Hello(uint32_t rank, uint64_t incarnation, VersionId serving);
   // Has a rank introduced itself to this leader?
   [[nodiscard]] bool Knows(uint32_t rank) const { return ranks_.contains(rank); }
   [[nodiscard]] bool KnowsAll() const { return ranks_.size() >= world_size_; }
@@ -143,12 +144,14 @@ class DeciderCore {
   void SetAvailable(VersionId id);
   [[nodiscard]] bool available(const UpdateKey& key) const;
 
-  // Numbered answers: the leader's own call makes them, ranks fetch them. Kept for the last 64.
+  // Numbered answers: the leader's own call makes them, ranks fetch them. Runs of equal answers are
+  // one record; the last 64 records are kept.
   uint64_t RecordPoll(PollAnswer answer);
   // Null: not made yet (wait) or too old (`lost` set).
   [[nodiscard]] std::optional<PollAnswer> PollAt(uint64_t index, bool* lost) const;
-  uint64_t RecordReady(bool answer);
-  [[nodiscard]] std::optional<bool> ReadyAt(uint64_t index, bool* lost) const;
+  // Numbered for each update apart, from 0. An update that is known no more is lost.
+  void RecordReady(const UpdateKey& key, bool answer);
+  [[nodiscard]] std::optional<bool> ReadyAt(const UpdateKey& key, uint64_t index, bool* lost) const;
 
   // A rank staged the update, or failed to: then abort is recorded at once.
   void Vote(const UpdateKey& key, uint32_t rank, uint64_t incarnation, bool ok,
@@ -175,7 +178,30 @@ class DeciderCore {
     uint64_t incarnation = 0;
     bool ok = false;
   };
+  // Answers by number; equal neighbours are one entry, at the number of the first.
+  template <typename T>
+  struct Numbered {
+    uint64_t count = 0;
+    std::map<uint64_t, T> runs;
+
+    template <typename Same>
+    void Add(T answer, Same same) {
+      if (runs.empty() || !same(runs.rbegin()->second, answer)) {
+        runs.emplace(count, std::move(answer));
+        if (runs.size() > kRunsKept) runs.erase(runs.begin());
+      }
+      ++count;
+    }
+    [[nodiscard]] std::optional<T> At(uint64_t index, bool* lost) const {
+      auto after = runs.upper_bound(index);
+      *lost = index < count && after == runs.begin();
+      if (index >= count || after == runs.begin()) return std::nullopt;
+      return std::prev(after)->second;
+    }
+  };
+  static constexpr size_t kRunsKept = 64;
   struct Decision {
+    Numbered<bool> ready;
     std::map<uint32_t, Ballot> votes;
     Outcome outcome = Outcome::kUndecided;
     bool available = false;
@@ -193,10 +219,7 @@ class DeciderCore {
   std::map<UpdateKey, Decision> updates_;
   std::vector<uint64_t> committed_;  // attempts, ascending; never forgotten (8 bytes an update)
   std::map<uint32_t, RankView> ranks_;
-  uint64_t polls_ = 0;
-  std::map<uint64_t, PollAnswer> poll_answers_;
-  uint64_t readies_ = 0;
-  std::map<uint64_t, bool> ready_answers_;
+  Numbered<PollAnswer> polls_;
 };
 
 // ---------------------------------------------------------------------------------------------

@@ -1,9 +1,13 @@
 #include "session/environment.h"
 
 #include <fmt/format.h>
+#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <string_view>
+#include <vector>
+
+#include "base/unix_fd.h"
 
 extern char** environ;
 
@@ -21,6 +25,27 @@ Status CheckEnvironment() {
                               name));
   }
   return Status::Ok();
+}
+
+Status CheckDescriptors() {
+  // What gRPC, the sockets and the regions of one rank take, with some to spare.
+  constexpr size_t kNeeded = 32;
+  std::vector<UnixFd> taken;
+  while (taken.size() < kNeeded) {
+    taken.emplace_back(eventfd(0, EFD_CLOEXEC));
+    if (taken.back().valid()) continue;
+    return Status(Code::kResourceExhausted,
+                  fmt::format("only {} more descriptors can be opened, a rank needs {}; raise "
+                              "RLIMIT_NOFILE (ulimit -n)",
+                              taken.size() - 1, kNeeded));
+  }
+  return Status::Ok();
+}
+
+Status CheckThreads(int threads) {
+  if (threads >= 1 && threads <= 1024) return Status::Ok();
+  return Status(Code::kInvalidArgument,
+                fmt::format("threads is {}; 1 to 1024 are allowed", threads));
 }
 
 Status CheckHostMemory(const Layout& layout) {

@@ -94,6 +94,7 @@ std::vector<LinkReport> Lander::Links() const {
 // ---- planning and connecting ------------------------------------------------------------------
 
 Status Lander::Prepare(const PlanBasis& basis, Deadline deadline) {
+  BASCULE_RETURN_IF_ERROR(agent_->Settle(deadline));
   BASCULE_ASSIGN_OR_RETURN(auto view,
                            agent_->views().For(options_.rollout.engine, basis, deadline));
   const bool connected = plan_ && plan_->view == view &&
@@ -108,6 +109,18 @@ Status Lander::BuildPlan(std::shared_ptr<const WorldView> view, Deadline deadlin
   const int64_t self = view->Rollout(options_.rollout.rank);
   if (self < 0 || view->infos[static_cast<size_t>(self)].incarnation != agent_->incarnation()) {
     return Status(Code::kUnavailable, options_.name + " is not a member (any more); connect anew");
+  }
+  // A layout that the coordinator has and this rank has not (or the other way round) must never be
+  // planned with: what does not land would be served as it was.
+  const MemberInfo own = agent_->member();
+  const MemberInfo& known = view->infos[static_cast<size_t>(self)];
+  if (known.layout_serial != own.layout_serial || known.world_template != own.world_template ||
+      known.coordinates != own.coordinates) {
+    return Status(Code::kUnavailable,
+                  fmt::format("the plan is made with layout {} of {}, which has layout {}; if "
+                              "UpdateLayout failed, call it again",
+                              known.layout_serial, options_.name, own.layout_serial))
+        .WithRank(static_cast<int>(options_.rollout.rank));
   }
   BASCULE_RETURN_IF_ERROR(CheckEngineCoverage(*view));
   auto plan = std::make_unique<LandingPlan>();
@@ -190,6 +203,7 @@ PeerRequest Lander::Request(PeerMethod method, VersionId id) const {
 
 Status Lander::Ask(Source* source, const PeerRequest& request, std::string* answer,
                    Deadline deadline) const {
+  ++*options_.requests;
   auto reply = source->peer->Call(Encode(request), deadline);
   if (!reply.ok()) {
     return Status(reply.status()).WithPeer(MemberName(plan_->view->infos[source->member]));
@@ -201,8 +215,12 @@ Status Lander::Ask(Source* source, const PeerRequest& request, std::string* answ
 Status Lander::OpenSource(Source* source, VersionId id, Deadline deadline) {
   const MemberInfo& info = plan_->view->infos[source->member];
   std::string bytes;
-  BASCULE_RETURN_IF_ERROR(Ask(source, Request(PeerMethod::kOpen, id), &bytes, deadline));
-  BASCULE_ASSIGN_OR_RETURN(source->open, DecodeOpenReply(bytes));
+  PeerRequest request = Request(PeerMethod::kOpen, id);
+  if (!source->open.places.empty()) request.known_layout = source->open.layout_serial + 1;
+  BASCULE_RETURN_IF_ERROR(Ask(source, request, &bytes, deadline));
+  BASCULE_ASSIGN_OR_RETURN(OpenReply open, DecodeOpenReply(bytes));
+  if (request.known_layout == open.layout_serial + 1) open.places = std::move(source->open.places);
+  source->open = std::move(open);
   if (source->open.layout_serial != info.layout_serial) {
     return Status(Code::kUnavailable,
                   fmt::format("version {} was published under another layout of {} than its "
@@ -424,9 +442,13 @@ Status Lander::CheckChunks(VersionId id, const std::vector<Sum>& sums, Deadline 
   for (size_t slot = 0; slot < sums.size(); ++slot) landed[plan_->slot_chunk[slot]] += sums[slot];
   for (Source& source : plan_->sources) {
     const std::string peer = MemberName(plan_->view->infos[source.member]);
-    std::string bytes;
-    BASCULE_RETURN_IF_ERROR(Ask(&source, Request(PeerMethod::kChecks, id), &bytes, deadline));
-    BASCULE_ASSIGN_OR_RETURN(SumsReply reply, DecodeSumsReply(bytes));
+    SumsReply reply;
+    reply.sums = source.open.checks;
+    if (reply.sums.empty()) {
+      std::string bytes;
+      BASCULE_RETURN_IF_ERROR(Ask(&source, Request(PeerMethod::kChecks, id), &bytes, deadline));
+      BASCULE_ASSIGN_OR_RETURN(reply, DecodeSumsReply(bytes));
+    }
     if (reply.sums.size() != source.chunks.size()) {
       return Status(Code::kVersionMismatch,
                     fmt::format("{} has {} chunk checks for this rank, {} are planned; the two "
@@ -512,31 +534,19 @@ Status Lander::Switch() {
   return executor_.Run(program, sources, targets, {}, run);
 }
 
+// The sources of this rank count, each element once: every element that it needs is in a box of one
+// of them, whatever the plan made of that.
 Result<AuditRows> Lander::TrainerRows(VersionId id, AuditScope scope, Deadline deadline) {
-  // All trainers that hold the version count, not only those that this rank reads.
-  std::vector<Source> holders;
-  std::vector<uint32_t> live;
-  const WorldView& view = *plan_->view;
-  for (uint32_t member = 0; member < view.infos.size(); ++member) {
-    if (view.infos[member].role != Role::kTrainer) continue;
-    Source holder;
-    holder.member = member;
-    Status connected = ConnectSource(view, &holder, deadline);
-    std::string ignored;
-    if (connected.ok()) {
-      connected = Ask(&holder, Request(PeerMethod::kLease, id), &ignored, deadline);
-    }
-    if (!connected.ok()) continue;
-    live.push_back(view.infos[member].rank);
-    holders.push_back(std::move(holder));
+  PeerRequest request = Request(PeerMethod::kAudit, id);
+  request.scope = scope;
+  for (const Source& source : plan_->sources) {
+    request.live.push_back(plan_->view->infos[source.member].rank);
   }
+  std::sort(request.live.begin(), request.live.end());
   AuditRows rows;
-  for (Source& holder : holders) {
-    PeerRequest request = Request(PeerMethod::kAudit, id);
-    request.scope = scope;
-    request.live = live;
+  for (Source& source : plan_->sources) {
     std::string bytes;
-    BASCULE_RETURN_IF_ERROR(Ask(&holder, request, &bytes, deadline));
+    BASCULE_RETURN_IF_ERROR(Ask(&source, request, &bytes, deadline));
     BASCULE_ASSIGN_OR_RETURN(SumsReply reply, DecodeSumsReply(bytes));
     for (size_t i = 0; i < reply.names.size(); ++i) rows[reply.names[i]] += reply.sums[i];
   }

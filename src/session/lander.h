@@ -39,7 +39,8 @@ class Lander {
   struct Options {
     RolloutOptions rollout;
     bool in_place = false;
-    std::string name;  // "engine e0 rank 1"
+    std::string name;                           // "engine e0 rank 1"
+    std::atomic<uint64_t>* requests = nullptr;  // counts those sent to sources
   };
   Lander(Options options, const Layout& layout, Transport* transport, Agent* agent);
 

@@ -70,7 +70,13 @@ Result<std::shared_ptr<const WorldTemplate>> ViewCache::Template(const ContentDi
     auto it = templates_.find(digest);
     if (it != templates_.end()) return it->second;
   }
-  BASCULE_ASSIGN_OR_RETURN(std::string bytes, directory_->GetBlob(digest, deadline));
+  auto blob = directory_->GetBlob(digest, deadline);
+  if (blob.status().code() == Code::kNotFound) {
+    return Status(Code::kUnavailable,
+                  "the coordinator was restarted and a rank has not told it its layout again yet; "
+                  "try again");
+  }
+  BASCULE_ASSIGN_OR_RETURN(std::string bytes, std::move(blob));
   if (DigestOf(bytes) != digest) {
     return Status(Code::kDataLoss,
                   "the layout template from the coordinator does not have the "

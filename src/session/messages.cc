@@ -30,6 +30,22 @@ bool GetBox(WireReader* in, Box* box) {
   return in->ok();
 }
 
+void PutSums(WireWriter* out, const std::vector<Sum>& sums) {
+  out->U32(static_cast<uint32_t>(sums.size()));
+  for (const Sum& sum : sums) {
+    out->U64(sum.digest);
+    out->U64(sum.elements);
+  }
+}
+
+void GetSums(WireReader* in, std::vector<Sum>* sums) {
+  sums->resize(in->Count(sizeof(Sum)));
+  for (Sum& sum : *sums) {
+    sum.digest = in->U64();
+    sum.elements = in->U64();
+  }
+}
+
 }  // namespace
 
 std::string Encode(const PeerRequest& request) {
@@ -44,6 +60,7 @@ std::string Encode(const PeerRequest& request) {
   out.Bytes(request.engine);
   out.U32(request.rank);
   out.U8(static_cast<uint8_t>(request.scope));
+  out.U64(request.known_layout);
   out.U32(static_cast<uint32_t>(request.live.size()));
   for (uint32_t rank : request.live) out.U32(rank);
   out.U32(static_cast<uint32_t>(request.wanted.size()));
@@ -68,6 +85,7 @@ Result<PeerRequest> DecodePeerRequest(std::string_view bytes) {
   request.engine = in.Bytes();
   request.rank = in.U32();
   uint8_t scope = in.U8();
+  request.known_layout = in.U64();
   request.live.resize(in.Count(sizeof(uint32_t)));
   for (uint32_t& rank : request.live) rank = in.U32();
   request.wanted.resize(in.Count(6));
@@ -105,6 +123,7 @@ std::string Encode(const OpenReply& reply) {
       out.U8(static_cast<uint8_t>(place.dtype));
     }
   }
+  PutSums(&out, reply.checks);
   return out.Take();
 }
 
@@ -135,6 +154,7 @@ Result<OpenReply> DecodeOpenReply(std::string_view bytes) {
       }
     }
   }
+  GetSums(&in, &reply.checks);
   if (!in.done()) return Malformed("open reply");
   return reply;
 }
@@ -145,11 +165,7 @@ std::string Encode(const SumsReply& reply) {
   out.U64(reply.id.version);
   out.U32(static_cast<uint32_t>(reply.names.size()));
   for (const std::string& name : reply.names) out.Bytes(name);
-  out.U32(static_cast<uint32_t>(reply.sums.size()));
-  for (const Sum& sum : reply.sums) {
-    out.U64(sum.digest);
-    out.U64(sum.elements);
-  }
+  PutSums(&out, reply.sums);
   return out.Take();
 }
 
@@ -160,11 +176,7 @@ Result<SumsReply> DecodeSumsReply(std::string_view bytes) {
   reply.id.version = in.U64();
   reply.names.resize(in.Count(sizeof(uint32_t)));
   for (std::string& name : reply.names) name = in.Bytes();
-  reply.sums.resize(in.Count(sizeof(Sum)));
-  for (Sum& sum : reply.sums) {
-    sum.digest = in.U64();
-    sum.elements = in.U64();
-  }
+  GetSums(&in, &reply.sums);
   bool rows = reply.names.empty() || reply.names.size() == reply.sums.size();
   if (!in.done() || !rows) return Malformed("sums reply");
   return reply;

@@ -48,6 +48,8 @@ struct PeerRequest {
   std::string engine;
   uint32_t rank = 0;  // in the engine
   AuditScope scope = AuditScope::kAllByLayer;
+  // kOpen: 1 + the layout serial whose places the receiver has; 0: none.
+  uint64_t known_layout = 0;
   std::vector<uint32_t> live;     // kAudit: trainer ranks that are counted, ascending
   std::vector<WantedSum> wanted;  // kSums
 };
@@ -64,8 +66,10 @@ struct OpenReply {
   bool direct = false;
   uint64_t layout_serial = 0;
   // Direct export only: where each box lies (source_base counts regions), per tensor of the
-  // source's template.
+  // source's template. Empty where the receiver has them.
   std::vector<std::vector<SourcePlace>> places;
+  // The answer to kChecks where it is at hand; empty where it has to be asked for.
+  std::vector<Sum> checks;
 };
 [[nodiscard]] std::string Encode(const OpenReply& reply);
 [[nodiscard]] Result<OpenReply> DecodeOpenReply(std::string_view bytes);

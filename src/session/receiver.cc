@@ -104,6 +104,7 @@ struct ReceiverShared {
 
   std::mutex data;  // one landing, switch or audit at a time
   std::unique_ptr<Lander> lander;
+  std::atomic<uint64_t> peer_requests{0};  // sent to sources so far
 
   std::atomic<bool> connected{false};  // the agent's beats may use the channel
 
@@ -114,7 +115,8 @@ struct ReceiverShared {
   std::shared_ptr<std::atomic<bool>> give_up;  // its cancel flag
   std::function<Status(VersionId)> hook;
   Status why_poisoned;
-  MemberReport last;  // for status displays
+  MemberReport last;                   // for status displays
+  EngineChannel::PollResult polled{};  // the last answer
   std::unique_ptr<PeerHandler> handler;
   std::shared_ptr<Transport> transport;  // its threads call the handler, and that all of the above
   std::unique_ptr<Worker> worker;
@@ -122,6 +124,10 @@ struct ReceiverShared {
   [[nodiscard]] Status Usable() const {
     if (!agent) return Status(Code::kClosed, "the receiver is closed; connect anew");
     return agent->Usable();
+  }
+  // Requests sent so far, by this rank.
+  [[nodiscard]] uint64_t ControlRequests() const {
+    return agent->directory().requests() + channel->requests();
   }
   [[nodiscard]] ReceiverState State() const {
     return channel->WithCore([](RankCore& core) { return core.state(); });
@@ -146,7 +152,11 @@ struct ReceiverShared {
   // Why an update ended without a commit on this rank.
   [[nodiscard]] Status StagedStatus(const UpdateKey& key) {
     std::lock_guard lock(mutex);
-    return staging == key ? staged : Status(Code::kAborted, "the update was given up");
+    if (staging == key) return staged;
+    const bool replaced = staging.decider == key.decider && staging.attempt > key.attempt;
+    return replaced ? Status(Code::kAborted, "the update was given up for a newer one")
+                    : Status(Code::kInvalidArgument,
+                             "this rank has not staged the version; call Stage first");
   }
   void RunStage(const UpdateKey& key, const PlanBasis& basis,
                 const std::shared_ptr<std::atomic<bool>>& cancel, Deadline deadline);
@@ -203,8 +213,13 @@ void ReceiverShared::RunStage(const UpdateKey& key, const PlanBasis& basis,
 class UpdateImpl final : public Update {
  public:
   UpdateImpl(std::shared_ptr<ReceiverShared> shared, const PlanBasis& basis,
-             std::optional<UpdateKey> key, int64_t publish_start_ns)
-      : shared_(std::move(shared)), id_(basis.id), basis_(basis), key_(key) {
+             std::optional<UpdateKey> key, int64_t publish_start_ns, uint64_t control_before)
+      : shared_(std::move(shared)),
+        id_(basis.id),
+        basis_(basis),
+        control_before_(control_before),
+        peer_before_(shared_->peer_requests),
+        key_(key) {
     const VersionId id = basis.id;
     report_.id = id;
     report_.publish_start_ns = publish_start_ns;
@@ -219,7 +234,9 @@ class UpdateImpl final : public Update {
   Status Abort(Deadline deadline) override;
   [[nodiscard]] Report report() const override {
     std::lock_guard lock(mutex_);
-    return report_;
+    Report report = report_;
+    report.peer_messages += *peer_after_;
+    return report;
   }
 
  private:
@@ -245,6 +262,10 @@ class UpdateImpl final : public Update {
   std::shared_ptr<ReceiverShared> shared_;
   VersionId id_;
   PlanBasis basis_;
+  const uint64_t control_before_;
+  const uint64_t peer_before_;
+  // Of the audit in the background, which may outlive this.
+  std::shared_ptr<std::atomic<uint64_t>> peer_after_ = std::make_shared<std::atomic<uint64_t>>(0);
   mutable std::mutex mutex_;
   std::optional<UpdateKey> key_;
   Report report_;
@@ -365,6 +386,7 @@ Status UpdateImpl::Decide(Deadline deadline) {
   });
   if (!staged) {
     Status why = shared_->StagedStatus(key);
+    if (why.code() == Code::kInvalidArgument) return Tag(why);  // it may still be staged
     (void)shared_->channel->Abort(key, shared_->name + ": " + why.ToString(),
                                   Deadline::In(milliseconds(500)).Earlier(deadline));
     return Tag(Status(Code::kNotDecided,
@@ -404,6 +426,11 @@ Status UpdateImpl::Commit(Deadline deadline) {
   FinishReport(commit_start);
   if (status.ok()) NoteCommit();
   shared_->channel->AnnounceServing(Deadline::In(milliseconds(500)));
+  {
+    std::lock_guard lock(mutex_);
+    report_.control_messages = shared_->ControlRequests() - control_before_;
+    report_.peer_messages = shared_->peer_requests - peer_before_;
+  }
   shared_->agent->BeatSoon();
   if (!status.ok()) {
     return Tag(Status(Code::kPoisoned, "the switch failed: " + status.ToString() +
@@ -488,9 +515,10 @@ void UpdateImpl::NoteCommit() {
 
 // After the pause: a sixteenth of the tensors, live, against the trainers' layouts.
 void UpdateImpl::StartRotation(const UpdateKey& key) {
-  shared_->worker->Post([shared = shared_.get(), key] {
+  shared_->worker->Post([shared = shared_.get(), key, after = peer_after_] {
     std::lock_guard lock(shared->data);
     const Lander& lander = *shared->lander;
+    const uint64_t before = shared->peer_requests;
     const bool rotate = shared->options.digest && !lander.landed().first;
     if (rotate && lander.landed().id == key.id) {
       Status status = shared->lander->AuditRotation(key.id, Deadline::In(std::chrono::seconds(30)));
@@ -506,12 +534,18 @@ void UpdateImpl::StartRotation(const UpdateKey& key) {
       }
     }
     shared->lander->ReleaseSources(key.id);
+    *after = shared->peer_requests - before;
   });
 }
 
 Status UpdateImpl::Abort(Deadline deadline) {
   BASCULE_RETURN_IF_ERROR(shared_->Usable());
   BASCULE_ASSIGN_OR_RETURN(UpdateKey key, Key(deadline));
+  if (Served(key)) {
+    return Tag(Status(Code::kBusy, fmt::format("version {} of term {} is committed on this rank; "
+                                               "there is nothing to abort",
+                                               id_.version, id_.term)));
+  }
   const bool staging = shared_->channel->WithCore([&](RankCore& core) { return core.GiveUp(key); });
   if (staging) {
     shared_->CancelStaging();
@@ -534,20 +568,43 @@ class ReceiverImpl final : public WeightReceiver {
 
   Result<std::shared_ptr<Update>> Poll(Deadline deadline) override {
     BASCULE_RETURN_IF_ERROR(shared_->Usable());
+    const uint64_t before = shared_->ControlRequests();
+    // What was decided must be committed, also where its handle was lost.
+    const auto decided = shared_->channel->WithCore([](RankCore& core) {
+      return core.state() == ReceiverState::kDecided ? std::optional(core.key()) : std::nullopt;
+    });
+    if (decided) {
+      std::lock_guard lock(shared_->mutex);
+      const bool known = shared_->polled.key == decided;
+      return std::shared_ptr<Update>(
+          std::make_shared<UpdateImpl>(shared_, PlanBasis{decided->id}, decided,
+                                       known ? shared_->polled.publish_start_ns : 0, before));
+    }
+    BASCULE_RETURN_IF_ERROR(shared_->channel->WithCore(
+        [](RankCore& core) { return core.banished() ? core.Servable() : Status::Ok(); }));
     auto polled = shared_->channel->Poll(deadline);
-    if (!polled.ok())
-      return Status(polled.status()).WithRank(static_cast<int>(shared_->options.rank));
+    if (!polled.ok()) {
+      // The coordinator does not know this incarnation: the next heartbeat tells why.
+      const bool unknown = polled.status().code() == Code::kNotFound;
+      Status status =
+          unknown ? Status(Code::kUnavailable, polled.status().message()) : Status(polled.status());
+      return std::move(status).WithRank(static_cast<int>(shared_->options.rank));
+    }
+    {
+      std::lock_guard lock(shared_->mutex);
+      shared_->polled = *polled;
+    }
     if (!polled->key) return std::shared_ptr<Update>();
     return std::shared_ptr<Update>(std::make_shared<UpdateImpl>(
         shared_, PlanBasis{polled->key->id, polled->epoch, polled->own_membership}, polled->key,
-        polled->publish_start_ns));
+        polled->publish_start_ns, before));
   }
 
   Result<std::shared_ptr<Update>> Open(VersionId id) override {
     BASCULE_RETURN_IF_ERROR(shared_->Usable());
     if (id.none()) return Status(Code::kInvalidArgument, "Open needs a term and a version");
-    return std::shared_ptr<Update>(
-        std::make_shared<UpdateImpl>(shared_, PlanBasis{id}, std::nullopt, 0));
+    return std::shared_ptr<Update>(std::make_shared<UpdateImpl>(
+        shared_, PlanBasis{id}, std::nullopt, 0, shared_->ControlRequests()));
   }
 
   [[nodiscard]] ReceiverState state() const override { return shared_->State(); }
@@ -571,6 +628,7 @@ class ReceiverImpl final : public WeightReceiver {
   Status Close(Deadline deadline) override;
 
  private:
+  [[nodiscard]] Status Rebind(const Layout& layout, const WorldTemplate& world, Deadline deadline);
   std::shared_ptr<ReceiverShared> shared_;
 };
 
@@ -617,15 +675,25 @@ Status ReceiverImpl::UpdateLayout(const Layout& layout, Deadline deadline) {
     case ReceiverState::kIdle:
     case ReceiverState::kPoisoned: break;
   }
+  BASCULE_RETURN_IF_ERROR(
+      shared_->channel->WithCore([](RankCore& core) { return core.BeginRebind(); }));
+  Status status = Rebind(layout, *world, deadline);
+  shared_->channel->WithCore([&status](RankCore& core) { core.EndRebind(status.ok()); });
+  if (status.ok()) shared_->channel->AnnounceServing(Deadline::In(milliseconds(500)));
+  return status;
+}
+
+// On failure everything is as before.
+Status ReceiverImpl::Rebind(const Layout& layout, const WorldTemplate& world, Deadline deadline) {
   std::unique_lock lock(shared_->data, std::defer_lock);
   if (!LockBy(&lock, deadline)) {
     return Status(Code::kDeadlineExceeded, "a landing did not stop by the deadline; try again");
   }
-  auto lander =
-      std::make_unique<Lander>(Lander::Options{shared_->options, shared_->in_place, shared_->name},
-                               layout, shared_->transport.get(), shared_->agent.get());
+  auto lander = std::make_unique<Lander>(
+      Lander::Options{shared_->options, shared_->in_place, shared_->name, &shared_->peer_requests},
+      layout, shared_->transport.get(), shared_->agent.get());
   BASCULE_RETURN_IF_ERROR(lander->Allocate());
-  BASCULE_RETURN_IF_ERROR(shared_->agent->Rebind(world->Serialize(), layout.coordinates, deadline));
+  BASCULE_RETURN_IF_ERROR(shared_->agent->Rebind(world.Serialize(), layout.coordinates, deadline));
   shared_->lander = std::move(lander);
   return Status::Ok();
 }
@@ -707,25 +775,26 @@ Result<bool> InPlace(const RolloutOptions& options, const Layout& layout) {
 Status CheckAtConnect(Agent* agent, const RolloutOptions& options, Deadline deadline) {
   BASCULE_ASSIGN_OR_RETURN(Membership membership, agent->directory().Members(deadline));
   if (!membership.complete) return Status::Ok();
-  BASCULE_ASSIGN_OR_RETURN(auto view, agent->views().Newest(options.engine, deadline));
-  return CheckEngineCoverage(*view);
+  auto view = agent->views().Newest(options.engine, deadline);
+  // A coordinator that was restarted just now: checked again when a version is landed.
+  if (view.status().code() == Code::kUnavailable) return Status::Ok();
+  BASCULE_RETURN_IF_ERROR(view.status());
+  return CheckEngineCoverage(**view);
 }
 
-}  // namespace
-
-Result<std::unique_ptr<WeightReceiver>> WeightReceiver::Connect(const JobOptions& job,
-                                                                const RolloutOptions& options,
-                                                                const Layout& layout,
-                                                                Deadline deadline) {
+Result<std::unique_ptr<WeightReceiver>> ConnectReceiver(const JobOptions& job,
+                                                        const RolloutOptions& options,
+                                                        const Layout& layout, Deadline deadline) {
   BASCULE_RETURN_IF_ERROR(CheckNotForked());
   BASCULE_RETURN_IF_ERROR(CheckEnvironment());
   if (options.engine.empty()) {
     return Status(Code::kInvalidArgument, "RolloutOptions::engine is empty; name the engine");
   }
-  if (options.rank >= options.world_size || options.threads < 1) {
-    return Status(Code::kInvalidArgument,
-                  fmt::format("rank {} is not in an engine of {}, or threads < 1", options.rank,
-                              options.world_size))
+  BASCULE_RETURN_IF_ERROR(CheckThreads(options.threads));
+  BASCULE_RETURN_IF_ERROR(CheckDescriptors());
+  if (options.rank >= options.world_size) {
+    return Status(Code::kInvalidArgument, fmt::format("rank {} is not in an engine of {}",
+                                                      options.rank, options.world_size))
         .WithRank(static_cast<int>(options.rank));
   }
   BASCULE_RETURN_IF_ERROR(ValidateLayout(layout, Side::kDestination));
@@ -786,14 +855,24 @@ Result<std::unique_ptr<WeightReceiver>> WeightReceiver::Connect(const JobOptions
   shared->worker = std::make_unique<Worker>();
   BASCULE_ASSIGN_OR_RETURN(shared->agent, Agent::Start(std::move(agent), deadline));
   shared->channel->SetAgent(shared->agent.get());
-  shared->lander =
-      std::make_unique<Lander>(Lander::Options{options, shared->in_place, shared->name}, layout,
-                               shared->transport.get(), shared->agent.get());
+  shared->lander = std::make_unique<Lander>(
+      Lander::Options{options, shared->in_place, shared->name, &shared->peer_requests}, layout,
+      shared->transport.get(), shared->agent.get());
   BASCULE_RETURN_IF_ERROR(shared->lander->Allocate());
   BASCULE_RETURN_IF_ERROR(CheckAtConnect(shared->agent.get(), options, deadline));
   shared->channel->Introduce(Deadline::In(milliseconds(500)).Earlier(deadline));
   shared->connected = true;
   return std::unique_ptr<WeightReceiver>(std::make_unique<ReceiverImpl>(std::move(shared)));
+}
+
+}  // namespace
+
+Result<std::unique_ptr<WeightReceiver>> WeightReceiver::Connect(const JobOptions& job,
+                                                                const RolloutOptions& options,
+                                                                const Layout& layout,
+                                                                Deadline deadline) {
+  return Guarded<std::unique_ptr<WeightReceiver>>(
+      [&] { return ConnectReceiver(job, options, layout, deadline); });
 }
 
 }  // namespace bascule

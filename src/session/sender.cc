@@ -24,6 +24,8 @@ using std::chrono::milliseconds;
 // the heartbeat goes on reporting.
 constexpr milliseconds kReportPatience{1000};
 
+constexpr uint32_t kMostVersionsHeld = 64;
+
 int64_t WallNs() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::system_clock::now().time_since_epoch())
@@ -143,7 +145,11 @@ class PublicationImpl final : public Publication {
       : state_(std::move(state)), id_(id), report_(std::move(report)) {}
 
   [[nodiscard]] VersionId id() const override { return id_; }
-  [[nodiscard]] Report report() const override { return report_; }
+  [[nodiscard]] Report report() const override {
+    Report report = report_;
+    report.control_messages += queries_;
+    return report;
+  }
 
   Status Wait(Deadline deadline) override {
     BASCULE_ASSIGN_OR_RETURN(VersionReply reply, Query(true, deadline));
@@ -183,15 +189,31 @@ class PublicationImpl final : public Publication {
   Result<VersionReply> Query(bool wait, Deadline deadline) {
     if (!state_->agent) return Status(Code::kClosed, "the sender is closed");
     BASCULE_RETURN_IF_ERROR(state_->agent->Usable());
+    ++queries_;
     auto reply =
         state_->agent->directory().QueryVersion(state_->agent->incarnation(), id_, wait, deadline);
-    if (reply.ok()) state_->Told(id_, reply->state, reply->reason);
+    if (!reply.ok()) return reply;
+    if (reply->state == VersionState::kUnknown) {
+      // Older than what the coordinator keeps: what this rank was told last.
+      std::lock_guard lock(state_->mutex);
+      auto it = state_->versions.find(id_);
+      if (it == state_->versions.end() || it->second.told == VersionState::kUnknown) {
+        return Status(Code::kNotFound,
+                      Describe("is known no more; the coordinator keeps the last 64 of a term"))
+            .WithRank(rank());
+      }
+      reply->state = it->second.told;
+      reply->reason = state_->reasons[id_];
+      return reply;
+    }
+    state_->Told(id_, reply->state, reply->reason);
     return reply;
   }
 
   std::shared_ptr<SenderState> state_;
   VersionId id_;
   Report report_;
+  std::atomic<uint64_t> queries_{0};
 };
 
 class SenderImpl final : public WeightSender {
@@ -221,6 +243,7 @@ class SenderImpl final : public WeightSender {
 
  private:
   [[nodiscard]] Status PrepareEpoch(Deadline deadline);
+  [[nodiscard]] Status Settle(Deadline deadline);
   [[nodiscard]] Status ReportHeld(const HeldVersion& held, Deadline deadline);
   std::shared_ptr<SenderState> state_;
 };
@@ -284,6 +307,8 @@ Result<std::shared_ptr<Publication>> SenderImpl::Publish(uint64_t version, Deadl
 Result<std::shared_ptr<Publication>> SenderImpl::PublishNow(VersionId id, Deadline deadline) {
   Agent& agent = *state_->agent;
   const int64_t start = WallNs();
+  const uint64_t requests = agent.directory().requests();
+  BASCULE_RETURN_IF_ERROR(Settle(deadline));
   BASCULE_RETURN_IF_ERROR(PrepareEpoch(deadline));
 
   auto revoked = [this, &agent](VersionId old) {
@@ -316,6 +341,7 @@ Result<std::shared_ptr<Publication>> SenderImpl::PublishNow(VersionId id, Deadli
   report.bytes = filled.bytes;
   report.publish_start_ns = start;
   report.peak_extra_bytes = state_->service->arena_bytes();
+  report.control_messages = agent.directory().requests() - requests;
   return std::shared_ptr<Publication>(
       std::make_shared<PublicationImpl>(state_, id, std::move(report)));
 }
@@ -347,12 +373,25 @@ Status SenderImpl::UpdateLayout(const Layout& layout, Deadline deadline) {
   BASCULE_RETURN_IF_ERROR(ValidateLayout(layout));
   BASCULE_RETURN_IF_ERROR(CheckHostMemory(layout));
   BASCULE_ASSIGN_OR_RETURN(auto world, WorldOf(layout));
-  const uint64_t serial = state_->agent->member().layout_serial + 1;
-  BASCULE_RETURN_IF_ERROR(state_->service->SetLayout(layout, world, layout.coordinates, serial,
-                                                     state_->transport.get()));
+  Agent& agent = *state_->agent;
+  BASCULE_RETURN_IF_ERROR(Settle(deadline));
+  const uint64_t serial = agent.member().layout_serial + 1;
+  BASCULE_ASSIGN_OR_RETURN(auto prepared,
+                           state_->service->PrepareLayout(layout, world, layout.coordinates, serial,
+                                                          state_->transport.get()));
+  // Whatever comes of it, this rank and the coordinator go on with one layout.
+  Status rebound = agent.Rebind(world->Serialize(), layout.coordinates, deadline);
+  if (!rebound.ok()) {
+    state_->service->Renumber(agent.member().layout_serial);
+    return rebound;
+  }
+  state_->service->InstallLayout(std::move(prepared));
   state_->prepared_epoch = 0;
-  return state_->agent->Rebind(world->Serialize(), layout.coordinates, deadline);
+  return Status::Ok();
 }
+
+// The coordinator may have heard of a layout that was given up.
+Status SenderImpl::Settle(Deadline deadline) { return state_->agent->Settle(deadline); }
 
 Result<bool> WantsDirect(const TrainerOptions& options, const Layout& layout) {
   switch (options.arena) {
@@ -376,10 +415,11 @@ Result<bool> WantsDirect(const TrainerOptions& options, const Layout& layout) {
 
 }  // namespace
 
-Result<std::unique_ptr<WeightSender>> WeightSender::Connect(const JobOptions& job,
-                                                            const TrainerOptions& options,
-                                                            const Layout& layout,
-                                                            Deadline deadline) {
+namespace {
+
+Result<std::unique_ptr<WeightSender>> ConnectSender(const JobOptions& job,
+                                                    const TrainerOptions& options,
+                                                    const Layout& layout, Deadline deadline) {
   BASCULE_RETURN_IF_ERROR(CheckNotForked());
   BASCULE_RETURN_IF_ERROR(CheckEnvironment());
   if (options.rank >= options.world_size) {
@@ -387,9 +427,12 @@ Result<std::unique_ptr<WeightSender>> WeightSender::Connect(const JobOptions& jo
                                                       options.rank, options.world_size))
         .WithRank(static_cast<int>(options.rank));
   }
-  if (options.versions_held < 1 || options.threads < 1) {
-    return Status(Code::kInvalidArgument, "versions_held and threads must be at least 1");
+  if (options.versions_held < 1 || options.versions_held > kMostVersionsHeld) {
+    return Status(Code::kInvalidArgument, fmt::format("versions_held is {}; 1 to {} are allowed",
+                                                      options.versions_held, kMostVersionsHeld));
   }
+  BASCULE_RETURN_IF_ERROR(CheckThreads(options.threads));
+  BASCULE_RETURN_IF_ERROR(CheckDescriptors());
   BASCULE_RETURN_IF_ERROR(ValidateLayout(layout));
   BASCULE_RETURN_IF_ERROR(CheckHostMemory(layout));
   BASCULE_ASSIGN_OR_RETURN(auto world, WorldOf(layout));
@@ -411,8 +454,10 @@ Result<std::unique_ptr<WeightSender>> WeightSender::Connect(const JobOptions& jo
   // The service is the transport's handler and needs the agent's directory: the agent starts last
   // and is handed in through pointers that are set before any peer can call.
   state->service = std::make_unique<SourceService>(SourceService::Options{options, direct, name});
-  BASCULE_RETURN_IF_ERROR(
-      state->service->SetLayout(layout, world, layout.coordinates, 0, state->transport.get()));
+  BASCULE_ASSIGN_OR_RETURN(
+      auto prepared,
+      state->service->PrepareLayout(layout, world, layout.coordinates, 0, state->transport.get()));
+  state->service->InstallLayout(std::move(prepared));
   BASCULE_ASSIGN_OR_RETURN(std::string address, state->transport->Listen(state->service.get()));
   member.addresses.push_back({state->transport->name(), address});
 
@@ -436,6 +481,16 @@ Result<std::unique_ptr<WeightSender>> WeightSender::Connect(const JobOptions& jo
   state->agent = std::move(started);
   state->connected = true;
   return std::unique_ptr<WeightSender>(std::make_unique<SenderImpl>(std::move(state)));
+}
+
+}  // namespace
+
+Result<std::unique_ptr<WeightSender>> WeightSender::Connect(const JobOptions& job,
+                                                            const TrainerOptions& options,
+                                                            const Layout& layout,
+                                                            Deadline deadline) {
+  return Guarded<std::unique_ptr<WeightSender>>(
+      [&] { return ConnectSender(job, options, layout, deadline); });
 }
 
 }  // namespace bascule

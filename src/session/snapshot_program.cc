@@ -1,6 +1,8 @@
 // The snapshot of a source, cut so that the sums of what receivers fetch fall out of it; and those
 // sums from the arena.
 #include <algorithm>
+#include <map>
+#include <set>
 
 #include "plan/boxes.h"
 #include "session/program_building.h"
@@ -113,12 +115,22 @@ class SnapshotBuilder {
                        tensor_class.dtype};
     const auto bindings = bindings_.Of(bindings_.Find(name));
     const plan::Cells cells = CutEntry(entry.box, wanted);
+    const std::set<uint32_t> repeats = Repeats(cells, wanted);
     for (size_t i = 0; i < cells.boxes.size(); ++i) {
       const Box& cell = cells.boxes[i];
       const uint32_t sum = snapshot_.program.sums++;
       snapshot_.box_cells[index].push_back(sum);
       for (uint32_t owner : cells.OwnersOf(i)) {
-        if (owner != kNone) owners_[owner].check.cells.push_back(sum);
+        if (owner == kNone) continue;
+        // A chunk that wants elements for two names (tied here, apart there) sums them twice.
+        const auto times =
+            !repeats.contains(owner)
+                ? 1
+                : std::count_if(wanted.begin(), wanted.end(), [&](const WantedPart& w) {
+                    return w.part.owner == owner && w.part.box.Intersect(cell) == cell;
+                  });
+        owners_[owner].check.cells.insert(owners_[owner].check.cells.end(),
+                                          static_cast<size_t>(times), sum);
       }
       BASCULE_RETURN_IF_ERROR(
           AddCell(cell, bindings, target, {space, tensor_class.dtype, sum}, name));
@@ -144,6 +156,20 @@ class SnapshotBuilder {
     return TensorError(name, "bindings hold " + std::to_string(bound) + " of the " +
                                  std::to_string(cell.size()) + " elements of box " +
                                  cell.ToString());
+  }
+
+  // Owners that want an element more than once: they want more than their cells hold.
+  static std::set<uint32_t> Repeats(const plan::Cells& cells, std::span<const WantedPart> wanted) {
+    std::map<uint32_t, int64_t> surplus;
+    for (const WantedPart& part : wanted) surplus[part.part.owner] += part.part.box.size();
+    for (size_t i = 0; i < cells.boxes.size(); ++i) {
+      for (uint32_t owner : cells.OwnersOf(i)) surplus[owner] -= cells.boxes[i].size();
+    }
+    std::set<uint32_t> repeats;
+    for (const auto& [owner, elements] : surplus) {
+      if (owner != kNone && elements > 0) repeats.insert(owner);
+    }
+    return repeats;
   }
 
   static plan::Cells WholeCell(const Box& box, std::span<const WantedPart> wanted) {

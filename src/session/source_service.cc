@@ -14,6 +14,7 @@ namespace {
 
 constexpr uint64_t kPage = 4096;
 constexpr auto kLeaseGrace = std::chrono::milliseconds(20);
+constexpr auto kDirectDrain = std::chrono::milliseconds(1000);
 
 int64_t NowMs() {
   return std::chrono::duration_cast<std::chrono::milliseconds>(
@@ -113,12 +114,13 @@ SourceService::~SourceService() = default;
 
 // ---- layout and preparation -----------------------------------------------------------------
 
-Status SourceService::SetLayout(const Layout& layout, std::shared_ptr<const WorldTemplate> world,
-                                std::vector<uint32_t> coordinates, uint64_t layout_serial,
-                                Transport* transport) {
+Result<std::shared_ptr<PreparedSource>> SourceService::PrepareLayout(
+    const Layout& layout, std::shared_ptr<const WorldTemplate> world,
+    std::vector<uint32_t> coordinates, uint64_t layout_serial, Transport* transport) {
   transport_ = transport;
   if (!header_) {
-    BASCULE_ASSIGN_OR_RETURN(header_, transport_->Allocate(kPage, "generations"));
+    const uint64_t bytes = (slots_.size() * sizeof(GenerationCell) + kPage - 1) / kPage * kPage;
+    BASCULE_ASSIGN_OR_RETURN(header_, transport_->Allocate(bytes, "generations"));
     for (uint32_t slot = 0; slot < slots_.size(); ++slot) SetGeneration(slot);
   }
   auto prepared = std::make_shared<PreparedSource>();
@@ -127,26 +129,32 @@ Status SourceService::SetLayout(const Layout& layout, std::shared_ptr<const Worl
   prepared->coordinates = std::move(coordinates);
   prepared->layout_serial = layout_serial;
   BASCULE_RETURN_IF_ERROR(BuildFor(prepared.get(), {}));
-  std::vector<std::shared_ptr<SharedRegion>> exports;
   if (options_.direct) {
     for (const Buffer& buffer : layout.buffers) {
       BASCULE_ASSIGN_OR_RETURN(auto region, transport_->Export(buffer));
-      exports.push_back(std::move(region));
+      prepared->exports.push_back(std::move(region));
     }
     prepared->places = PlacesOfLayout(prepared->layout, *prepared->world, 0);
   }
   for (uint32_t slot = 0; !options_.direct && slot < slots_.size(); ++slot) {
     BASCULE_RETURN_IF_ERROR(EnsureRegion(slot, *prepared));
   }
-  std::lock_guard lock(mutex_);
-  for (const auto& slot : core_.slots()) {
-    if (slot.state == SlotState::kFilling) {
-      return Status(Code::kBusy, "a publication is filling the arena; update the layout after it");
-    }
+  return prepared;
+}
+
+void SourceService::InstallLayout(std::shared_ptr<PreparedSource> prepared) {
+  if (options_.direct) {
+    for (VersionId id : Held()) (void)Release(id, Deadline::In(kDirectDrain));
   }
-  exports_ = std::move(exports);
+  std::lock_guard lock(mutex_);
   prepared_ = std::move(prepared);
-  return Status::Ok();
+}
+
+void SourceService::Renumber(uint64_t layout_serial) {
+  std::lock_guard lock(mutex_);
+  auto again = std::make_shared<PreparedSource>(*prepared_);
+  again->layout_serial = layout_serial;
+  prepared_ = std::move(again);
 }
 
 // A slot's arena must hold the layout. A slot that holds a version keeps its region until it is
@@ -220,6 +228,7 @@ Status SourceService::PrepareFor(const Membership& membership, Deadline deadline
   next->world = base->world;
   next->coordinates = base->coordinates;
   next->layout_serial = base->layout_serial;
+  next->exports = base->exports;
   next->places = base->places;
   BASCULE_RETURN_IF_ERROR(BuildFor(next.get(), views));
   std::lock_guard lock(mutex_);
@@ -468,12 +477,39 @@ Result<std::string> SourceService::AnswerOpen(uint64_t connection, const PeerReq
   reply.direct = options_.direct;
   reply.layout_serial = data.prepared->layout_serial;
   if (options_.direct) {
-    for (const auto& region : exports_) reply.regions.push_back(region->blob());
-    reply.places = data.prepared->places;
+    for (const auto& region : data.prepared->exports) reply.regions.push_back(region->blob());
+    if (request.known_layout != reply.layout_serial + 1) reply.places = data.prepared->places;
   } else {
     reply.regions.push_back(data.region->blob());
   }
+  bool all = false;
+  const auto known = KnownChecks(data, request, &all);
+  if (all) {
+    for (const auto& [chunk, sum] : known) reply.checks.push_back(sum);
+  }
   return Encode(reply);
+}
+
+std::map<uint32_t, Sum> SourceService::KnownChecks(const SlotData& slot, const PeerRequest& request,
+                                                   bool* all) {
+  const PreparedSource& prepared = *slot.prepared;
+  std::map<uint32_t, Sum> known;
+  *all = false;
+  for (uint32_t i = 0; i < prepared.receivers.size(); ++i) {
+    const auto& receiver = prepared.receivers[i];
+    if (receiver.plan != request.plan || receiver.engine != request.engine ||
+        receiver.rank != request.rank) {
+      continue;
+    }
+    for (const auto& check : prepared.snapshot.checks) {
+      if (check.receiver != i) continue;
+      Sum sum;
+      for (uint32_t cell : check.cells) sum += slot.cells[cell];
+      known.emplace(check.chunk, sum);
+    }
+    *all = known.size() == receiver.chunks.size();
+  }
+  return known;
 }
 
 // The plan that the receiver speaks of. It may be newer than what this rank has seen.
@@ -499,27 +535,11 @@ Result<std::shared_ptr<const WorldView>> SourceService::ViewOf(const PeerRequest
 Result<std::string> SourceService::AnswerChecks(const PeerRequest& request) {
   Serve serve(this, request.id);
   if (!serve.held()) return NotHeld(request.id, options_.name);
-  const PreparedSource& prepared = *serve.data().prepared;
-  const std::vector<Sum>& cells = serve.data().cells;
-  std::map<uint32_t, Sum> known;
-  const PreparedSource::Receiver* receiver = nullptr;
-  for (uint32_t i = 0; i < prepared.receivers.size(); ++i) {
-    const auto& candidate = prepared.receivers[i];
-    if (candidate.plan != request.plan || candidate.engine != request.engine ||
-        candidate.rank != request.rank) {
-      continue;
-    }
-    receiver = &candidate;
-    for (const auto& check : prepared.snapshot.checks) {
-      if (check.receiver != i) continue;
-      Sum sum;
-      for (uint32_t cell : check.cells) sum += cells[cell];
-      known.emplace(check.chunk, sum);
-    }
-  }
   SumsReply reply;
-  if (receiver != nullptr && known.size() == receiver->chunks.size()) {
-    for (uint32_t chunk : receiver->chunks) reply.sums.push_back(known.at(chunk));
+  bool all = false;
+  const auto known = KnownChecks(serve.data(), request, &all);
+  if (all) {
+    for (const auto& [chunk, sum] : known) reply.sums.push_back(sum);
     return Encode(reply);
   }
   // A plan that the snapshot did not know (a late engine), or chunks whose wire dtype differs from

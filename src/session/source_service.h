@@ -44,8 +44,10 @@ struct PreparedSource {
     std::vector<uint32_t> chunks;  // those that come from here, ascending
   };
   std::vector<Receiver> receivers;
-  std::vector<std::vector<SourcePlace>> places;  // direct export: regions in buffer order
-  std::vector<uint32_t> tensor_of_entry;         // arena entry -> template name
+  // Direct export: one region a buffer, and the places in them.
+  std::vector<std::shared_ptr<SharedRegion>> exports;
+  std::vector<std::vector<SourcePlace>> places;
+  std::vector<uint32_t> tensor_of_entry;  // arena entry -> template name
 };
 
 class SourceService final : public PeerHandler {
@@ -60,10 +62,15 @@ class SourceService final : public PeerHandler {
   // Where plans are found. Set once; peers that ask before are told to ask again.
   void SetViews(ViewCache* views) { views_ = views; }
 
-  // Sets the layout, before the transport listens, and again by UpdateLayout. kBusy while filling.
-  [[nodiscard]] Status SetLayout(const Layout& layout, std::shared_ptr<const WorldTemplate> world,
-                                 std::vector<uint32_t> coordinates, uint64_t layout_serial,
-                                 Transport* transport);
+  // Makes everything that versions under a layout need; changes nothing.
+  [[nodiscard]] Result<std::shared_ptr<PreparedSource>> PrepareLayout(
+      const Layout& layout, std::shared_ptr<const WorldTemplate> world,
+      std::vector<uint32_t> coordinates, uint64_t layout_serial, Transport* transport);
+  // Versions are published under it from now on. With direct export held versions end: their
+  // memory is the old layout's. Not while one is being filled.
+  void InstallLayout(std::shared_ptr<PreparedSource> prepared);
+  // The same layout under another number.
+  void Renumber(uint64_t layout_serial);
   // Cuts the snapshot to the plans of the engines that are members now. Off the publishing path;
   // publications use what was prepared last.
   [[nodiscard]] Status PrepareFor(const Membership& membership, Deadline deadline);
@@ -111,6 +118,10 @@ class SourceService final : public PeerHandler {
 
   [[nodiscard]] Result<std::string> AnswerOpen(uint64_t connection, const PeerRequest& request);
   [[nodiscard]] Result<std::string> AnswerChecks(const PeerRequest& request);
+  // The chunk checks that the snapshot of a slot made for the asking receiver, by chunk; `all`:
+  // none is missing.
+  [[nodiscard]] static std::map<uint32_t, Sum> KnownChecks(const SlotData& slot,
+                                                           const PeerRequest& request, bool* all);
   [[nodiscard]] Result<std::string> AnswerAudit(const PeerRequest& request);
   [[nodiscard]] Result<std::string> AnswerSums(const PeerRequest& request);
   // Where a tensor of a held version lies.
@@ -125,7 +136,6 @@ class SourceService final : public PeerHandler {
   std::atomic<ViewCache*> views_{nullptr};
   Transport* transport_ = nullptr;
   std::shared_ptr<SharedRegion> header_;
-  std::vector<std::shared_ptr<SharedRegion>> exports_;  // direct mode: one a buffer
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

@@ -186,10 +186,14 @@ TEST(CoordinatorTerm, AnotherWorldSizeOpensTheNext) {
   const uint64_t before = d.core.term();
   d.world_size = 3;
   EXPECT_EQ(d.Join(0, 200).status().code(), Code::kAlreadyExists);
+  // Nor does a rank with a free number end a world that lives.
+  const Status stray = d.Join(2, 202).status();
+  EXPECT_EQ(stray.code(), Code::kAlreadyExists);
+  EXPECT_THAT(stray.message(), HasSubstr("trainer 2 says that its world has 3 ranks, but trainer"));
   EXPECT_EQ(d.core.term(), before);
+  for (uint64_t life : {100U, 101U}) ASSERT_TRUE(d.core.Leave(life, d.now).ok());
   ASSERT_TRUE(d.Join(2, 202).ok());
   EXPECT_GT(d.core.term(), before);
-  // The numbers of the old world are free now.
   ASSERT_TRUE(d.Join(0, 200).ok());
   ASSERT_TRUE(d.Join(1, 201).ok());
   EXPECT_TRUE(d.core.WaitComplete(200, d.now)->ok());

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 
 #include "copy/cpu/kernels.h"
@@ -234,7 +235,13 @@ class JobWorker {
 class CpuExecutor::Team {
  public:
   explicit Team(int threads) {
-    for (int i = 1; i < threads; ++i) threads_.emplace_back([this] { Serve(); });
+    threads_.reserve(static_cast<size_t>(threads));
+    // A system that gives no more threads gives a smaller team.
+    try {
+      for (int i = 1; i < threads; ++i) threads_.emplace_back([this] { Serve(); });
+    } catch (const std::system_error&) {
+      return;
+    }
   }
 
   ~Team() {

@@ -19,7 +19,8 @@ namespace bascule {
 // idle and are joined by the destructor.
 class CpuExecutor {
  public:
-  // threads >= 1; 1 starts none beside the caller.
+  // threads >= 1; 1 starts none beside the caller. Where the system gives fewer, the team is
+  // smaller.
   explicit CpuExecutor(int threads);
   ~CpuExecutor();
   CpuExecutor(const CpuExecutor&) = delete;

@@ -385,7 +385,7 @@ void Model::StepReceiver(uint32_t rank, uint32_t choice) {
       if (leader == nullptr || leader->at == ReceiverAt::kJoin) return;
       auto position = leader->decider->Hello(rank, receiver.incarnation, receiver.core.serving());
       receiver.leader = leader->incarnation;
-      receiver.next_poll = position.next_poll;
+      receiver.next_poll = position;
       receiver.at = ReceiverAt::kPoll;
       return;
     }
