@@ -19,7 +19,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 RELEASE := build/release
 VENV_PYTHON := $(CURDIR)/.venv/bin/python
-BENCHES := one_host plan
+BENCHES := copy digest plan session one_host
 
 # What the release tree is configured with beyond its preset. pip builds in the same tree (see
 # install), so it is told the same and nothing is compiled twice.

@@ -48,6 +48,8 @@ Dict ToDict(const Report& report) {
   dict["commit_end_ns"] = report.commit_end_ns;
   dict["ewtt_ns"] = report.ewtt_ns;
   dict["bound_ns"] = report.bound_ns;
+  dict["control_messages"] = report.control_messages;
+  dict["peer_messages"] = report.peer_messages;
   nb::list links;
   for (const LinkReport& link : report.links) links.append(ToDict(link));
   dict["links"] = links;
