@@ -552,8 +552,8 @@ def test_what_arrives_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Machine().share("") == ""
     monkeypatch.setattr(probe, "_READER", probe._READER.replace("view[:]", "view[1:]"))
     assert "other bytes" in Machine().share("")
-    monkeypatch.setattr(probe, "_READER", "raise OSError('no')")
-    assert Machine().share("")
+    monkeypatch.setattr(probe, "_READER", "raise OSError('it does not start')")
+    assert Machine().share("") == "OSError: it does not start"
 
 
 def test_a_folder_with_modules_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,9 @@ __all__ = ["Machine", "Probe"]
 _SEAL_FUTURE_WRITE = 0x0010
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
+# That another process may take for a small task.
+_SECONDS = 10
+
 _UPDATE = """
 import numpy, bascule
 source, target = {"w": numpy.arange(4096, dtype="f4")}, {"w": numpy.zeros(4096, "f4")}
@@ -189,25 +192,15 @@ class Machine:
     def share(self, directory: str) -> str:
         secret = secrets.token_bytes(4096)
         try:
-            with _listener(directory) as (server, address):
-                reader = subprocess.Popen(
-                    [sys.executable, "-S", "-P", "-c", _READER, address.replace("\0", "@")],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                )
-                try:
-                    server.settimeout(10)
-                    connection, _ = server.accept()
+            with _listener(directory) as (server, address), _reader(address) as reader:
+                if connection := _accept(server, reader):
                     with connection:
                         memory = _sealed(secret)
                         try:
                             socket.send_fds(connection, [b"memory"], [memory])
                         finally:
                             os.close(memory)
-                    out, err = reader.communicate(timeout=10)
-                finally:
-                    reader.kill()
-                    reader.wait()
+                out, err = reader.communicate(timeout=_SECONDS)
         except (OSError, subprocess.SubprocessError) as error:
             return str(error)
         if reader.returncode:
@@ -238,6 +231,33 @@ with socket.socket(socket.AF_UNIX) as connection:
 with mmap.mmap(descriptors[0], 0, mmap.MAP_SHARED, mmap.PROT_READ) as view:
     sys.stdout.buffer.write(view[:])
 """
+
+
+@contextlib.contextmanager
+def _reader(address: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process that runs `_READER`; it is gone at the end."""
+    reader = subprocess.Popen(
+        [sys.executable, "-S", "-P", "-c", _READER, address.replace("\0", "@")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with reader:
+        try:
+            yield reader
+        finally:
+            reader.kill()
+
+
+def _accept(server: socket.socket, client: subprocess.Popen[bytes]) -> socket.socket | None:
+    """Return the connection of a process that may end without having made one."""
+    server.settimeout(0.05)
+    end = time.monotonic() + _SECONDS
+    while time.monotonic() < end:
+        with contextlib.suppress(TimeoutError):
+            return server.accept()[0]
+        if client.poll() is not None:
+            break
+    return None
 
 
 def _last_line(err: bytes) -> str:
