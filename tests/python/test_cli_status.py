@@ -56,7 +56,7 @@ RECORDED: dict[str, Any] = {
             "term": TERM,
             "world_size": 2,
         }
-        for rank in range(2)
+        for rank in (1, 0)
     ]
     + [
         {
@@ -132,6 +132,8 @@ def test_a_job_in_order() -> None:
     rollout = line_with(text, "engine e0 rank 0/2").split()
     assert rollout[4:7] == ["serves", "version", "11"]
     assert rollout[10:18] == ["1.6", "s", "31.4", "ms", "8.2", "GB", "3", "ms"]
+    names = [line for line in text.splitlines() if line.startswith(("trainer ", "engine "))]
+    assert names == sorted(names, key=lambda name: (name[0] == "e", name))
     versions = text.partition("versions")[2].splitlines()
     assert versions[2].split()[:2] == ["12", "aborted"]
     assert versions[2].endswith("trainer 1 was lost")
@@ -142,7 +144,7 @@ def test_a_job_in_order() -> None:
 def test_what_is_wrong_is_told() -> None:
     status = copy.deepcopy(RECORDED)
     status["settled"] = status["complete"] = False
-    status["members"][0]["stale_term"] = True
+    status["members"][1]["stale_term"] = True
     status["members"][2]["servable"] = False
     status["members"][3]["serving"] = None
     status["members"][3]["error"] = {"message": "chunk 3 [of] trainer 1 differs", "age_ms": 7_300}

@@ -105,7 +105,10 @@ def render(status: dict[str, Any]) -> RenderableType:
     status
         As docs/protocol.md describes it.
     """
-    members = status.get("members", [])
+    members = sorted(
+        status.get("members", []),
+        key=lambda member: (str(member.get("engine", "")), member.get("rank", 0)),
+    )
     trainers = [member for member in members if member.get("role") == "trainer"]
     rollouts = [member for member in members if member.get("role") == "rollout"]
     beat = status.get("heartbeat_ms", 500)
@@ -143,7 +146,9 @@ def _summary(status: dict[str, Any], trainers: list[dict[str, Any]]) -> Text:
 
 
 def _table(title: str, columns: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(
+        title=f"\n{title}", title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
     for column in columns:
         name, _, right = column.partition(">")
         table.add_column(name, justify="right" if right else "left", overflow="fold")
@@ -229,4 +234,4 @@ def _errors(members: list[dict[str, Any]]) -> list[RenderableType]:
             continue
         age = shown_seconds(error.get("age_ms", 0) / 1e3)
         lines.append(Text(f"{_name(member)}, {age} ago: {error.get('message', '')}", style="red"))
-    return [Text("last errors", style="bold"), *lines] if lines else []
+    return [Text("\nlast errors", style="bold"), *lines] if lines else []
