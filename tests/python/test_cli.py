@@ -173,3 +173,13 @@ def test_shown_numbers() -> None:
     assert shown == ["0 B", "999 B", "1 MB", "1.23 GB", "500 PB"]
     shown = [shown_seconds(s) for s in (0, 0.0123, 1, 61, 125, 7300, 200_000)]
     assert shown == ["0 ms", "12.3 ms", "1 s", "61 s", "2 min 5 s", "2 h 1 min", "2 d 7 h"]
+
+
+def test_the_documentation_names_every_command_and_its_own_options() -> None:
+    text = (Path(__file__).parents[2] / "docs/cli.md").read_text()
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, command in commands.items():
+        assert f"`{name}`" in text
+        options = {o for parameter in command.params for o in parameter.opts if o[:2] == "--"}
+        missing = {option for option in options if option not in text}
+        assert missing <= {"--heartbeat", "--timeout", "--help"}, name

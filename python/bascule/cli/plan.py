@@ -270,12 +270,14 @@ class _Printer:
     def _print_rollouts(self) -> None:
         self._out.print()
         some = self._some(self._rollouts, lambda rank: rank.fetches)
-        table = _table(
-            *("rollout", "", "node>", "needs>", "shadow>", "fetches>", "from other nodes>"),
-            *("serves>", "sources>", "chunks>", "pieces>"),
-        )
+        # Ranks of one node have nobody outside, and read nothing from each other.
+        several = ("outside>", "serves>") if self._transfer.nodes > 1 else ()
+        columns = ("node>", "needs>", "shadow>", "fetches>", *several)
+        table = _table("rollout", "", *columns, "sources>", "chunks>", "pieces>")
         for label, rank in some:
-            sizes = (rank.weights, rank.extra, rank.fetches, rank.from_outside, rank.serves)
+            sizes = [rank.weights, rank.extra, rank.fetches]
+            if several:
+                sizes += [rank.from_outside, rank.serves]
             table.add_row(
                 rank.name,
                 label,
