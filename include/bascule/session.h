@@ -166,8 +166,9 @@ class Update {
   [[nodiscard]] virtual Status Stage(Deadline deadline) = 0;
   // Waits until this rank's staging ended; its outcome.
   [[nodiscard]] virtual Status WaitStaged(Deadline deadline) = 0;
-  // True once every rank of the engine is VERIFIED or READY. Numbered: the k-th call on each rank
-  // gives one answer, so ranks may branch on it; a rank that is early waits, by the deadline.
+  // True once every rank of the engine is VERIFIED or READY, for ranks that step together: the k-th
+  // call of an update on each rank gives one answer, so that all may branch on it; a rank that is
+  // early waits, by the deadline. Ranks that do not step together need not call it: Commit waits.
   [[nodiscard]] virtual Result<bool> Ready(Deadline deadline) = 0;
   // Rank 0 decides (all ranks verified, version available): records commit, or abort when the
   // deadline passes first. Other ranks learn the outcome. OK: commit was recorded. kNotDecided:
@@ -190,8 +191,10 @@ class WeightReceiver {
       Deadline deadline);
   virtual ~WeightReceiver() = default;
 
-  // The newest available version that some rank of the engine does not serve, or null. Numbered:
-  // the k-th call on each rank of the engine gives one answer; a rank that is early waits.
+  // The newest available version that some rank of the engine does not serve, or null. Rank 0 asks;
+  // its answer is every rank's: on ranks that step together, each call gives what rank 0's gave. A
+  // rank that is early waits; one that missed answers gets the newest. An update that was decided
+  // and not committed on this rank is given back first.
   [[nodiscard]] virtual Result<std::shared_ptr<Update>> Poll(Deadline deadline) = 0;
   // The update to an explicit version, where the framework's RPC tells all ranks.
   [[nodiscard]] virtual Result<std::shared_ptr<Update>> Open(VersionId id) = 0;

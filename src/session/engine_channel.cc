@@ -168,17 +168,18 @@ Result<std::string> EngineChannel::HandleLeader(const std::string& method,
   if (method == "poll") {
     const uint64_t index = in.U64();
     if (!in.done()) return Malformed();
-    bool lost = false;
-    std::optional<DeciderCore::PollAnswer> answer;
+    std::optional<DeciderCore::NumberedPoll> poll;
     changed_.wait_until(lock, slice.at(), [&] {
-      answer = decider_->PollAt(index, &lost);
-      return answer.has_value() || lost;
+      poll = decider_->PollFrom(index);
+      return poll.has_value();
     });
-    if (!answer) {
-      out.U8(static_cast<uint8_t>(lost ? Numbered::kLost : Numbered::kNotYet));
+    if (!poll) {
+      out.U8(static_cast<uint8_t>(Numbered::kNotYet));
       return out.Take();
     }
+    const DeciderCore::PollAnswer* answer = &poll->answer;
     out.U8(static_cast<uint8_t>(answer->status.ok() ? Numbered::kAnswer : Numbered::kError));
+    out.U64(poll->number);
     out.U8(static_cast<uint8_t>(answer->status.code()));
     out.Bytes(answer->status.message());
     out.U8(answer->key ? 1 : 0);
@@ -396,10 +397,7 @@ Result<EngineChannel::PollResult> EngineChannel::Poll(Deadline deadline) {
           .WithPeer(Name(0));
     }
     std::lock_guard lock(client_mutex_);
-    if (kind == Numbered::kLost) {
-      leader_ = 0;
-      return Status(Code::kAborted, "this rank fell behind the engine's polls; poll again");
-    }
+    const uint64_t number = in.U64();
     const auto code = static_cast<Code>(in.U8());
     const std::string message = in.Bytes();
     const bool offered = in.U8() != 0;
@@ -408,7 +406,7 @@ Result<EngineChannel::PollResult> EngineChannel::Poll(Deadline deadline) {
     const bool own_membership = in.U8() != 0;
     const int64_t publish_start = in.I64();
     if (!in.done()) return Malformed();
-    next_poll_ = index + 1;
+    next_poll_ = number + 1;
     if (kind == Numbered::kError) return Status(code, message).WithPeer(Name(0));
     return PollResult{offered ? std::optional(key) : std::nullopt, epoch, own_membership,
                       publish_start};

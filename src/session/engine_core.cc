@@ -232,7 +232,7 @@ uint64_t DeciderCore::Hello(uint32_t rank, uint64_t incarnation, VersionId servi
     }
   }
   view = {incarnation, serving};
-  return polls_.count;
+  return polls_;
 }
 
 VersionId DeciderCore::CommonVersion() const {
@@ -280,15 +280,13 @@ bool DeciderCore::available(const UpdateKey& key) const {
 }
 
 uint64_t DeciderCore::RecordPoll(PollAnswer answer) {
-  // Only "nothing new" repeats: an offer is of an attempt of its own.
-  polls_.Add(std::move(answer), [](const PollAnswer& a, const PollAnswer& b) {
-    return a.status.ok() && b.status.ok() && !a.key && !b.key;
-  });
-  return polls_.count - 1;
+  last_poll_ = std::move(answer);
+  return polls_++;
 }
 
-std::optional<DeciderCore::PollAnswer> DeciderCore::PollAt(uint64_t index, bool* lost) const {
-  return polls_.At(index, lost);
+std::optional<DeciderCore::NumberedPoll> DeciderCore::PollFrom(uint64_t next) const {
+  if (polls_ <= next) return std::nullopt;
+  return NumberedPoll{polls_ - 1, last_poll_};
 }
 
 void DeciderCore::RecordReady(const UpdateKey& key, bool answer) {
@@ -396,7 +394,8 @@ void DeciderCore::Trim() {
 uint64_t DeciderCore::Fingerprint() const {
   Hasher hasher;
   hasher.Mix(incarnation_);
-  hasher.Mix(polls_.count);
+  hasher.Mix(polls_);
+  hasher.Mix(last_poll_.key.value_or(UpdateKey{}));
   for (const auto& [key, update] : updates_) {
     hasher.Mix(key);
     hasher.Mix(static_cast<uint64_t>(update.outcome) * 2 + static_cast<uint64_t>(update.available));

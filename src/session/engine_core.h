@@ -144,12 +144,17 @@ class DeciderCore {
   void SetAvailable(VersionId id);
   [[nodiscard]] bool available(const UpdateKey& key) const;
 
-  // Numbered answers: the leader's own call makes them, ranks fetch them. Runs of equal answers are
-  // one record; the last 64 records are kept.
+  // Numbered answers: the leader's own call makes them, ranks fetch them.
   uint64_t RecordPoll(PollAnswer answer);
-  // Null: not made yet (wait) or too old (`lost` set).
-  [[nodiscard]] std::optional<PollAnswer> PollAt(uint64_t index, bool* lost) const;
-  // Numbered for each update apart, from 0. An update that is known no more is lost.
+  // The newest answer with its number, if that is `next` or later; null: not made yet. Ranks that
+  // step together ask for each; one that missed some is in step again at once.
+  struct NumberedPoll {
+    uint64_t number = 0;
+    PollAnswer answer;
+  };
+  [[nodiscard]] std::optional<NumberedPoll> PollFrom(uint64_t next) const;
+  // Numbered for each update apart, from 0; null: not made yet (wait), or (`lost` set) too old or
+  // of an update that is known no more. Runs of equal answers are one record; 64 are kept.
   void RecordReady(const UpdateKey& key, bool answer);
   [[nodiscard]] std::optional<bool> ReadyAt(const UpdateKey& key, uint64_t index, bool* lost) const;
 
@@ -219,7 +224,8 @@ class DeciderCore {
   std::map<UpdateKey, Decision> updates_;
   std::vector<uint64_t> committed_;  // attempts, ascending; never forgotten (8 bytes an update)
   std::map<uint32_t, RankView> ranks_;
-  Numbered<PollAnswer> polls_;
+  uint64_t polls_ = 0;
+  PollAnswer last_poll_;
 };
 
 // ---------------------------------------------------------------------------------------------

@@ -328,13 +328,11 @@ void Model::Poll(Receiver* receiver, uint32_t rank) {
     receiver->at = ReceiverAt::kHello;
     return;
   }
-  bool lost = false;
-  auto answer = leader->decider->PollAt(receiver->next_poll, &lost);
-  if (lost) receiver->at = ReceiverAt::kHello;
-  if (!answer) return;
-  ++receiver->next_poll;
-  if (!answer->key) return;
-  receiver->key = *answer->key;
+  const auto poll = leader->decider->PollFrom(receiver->next_poll);
+  if (!poll) return;
+  receiver->next_poll = poll->number + 1;
+  if (!poll->answer.key) return;
+  receiver->key = *poll->answer.key;
   receiver->at = ReceiverAt::kStage;
 }
 
