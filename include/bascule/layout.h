@@ -121,7 +121,8 @@ struct Binding {
   LandingFunction function = LandingFunction::kNone;
 };
 
-// A tied weight: `name` is stored nowhere of its own and is its target.
+// A tied weight: `name` is stored nowhere of its own and is its target, a tensor of this layout or
+// of its world.
 struct Alias {
   std::string name;
   std::string target;
@@ -161,9 +162,9 @@ struct Layout {
 // Which way a layout is used.
 enum class Side : uint8_t { kSource, kDestination };
 
-// Checks one rank's layout by itself: names unique, shapes legal, boxes inside their tensors,
-// bindings inside their buffers, dtypes as the side needs them, the boxes those of `world` where
-// one is set. A source must bind each element once; a destination may bind a box twice (one need,
+// Checks one rank's layout by itself: names unique, aliases with a target, shapes legal, boxes
+// inside their tensors, bindings inside their buffers, dtypes as the side needs them, the boxes
+// those of `world` where one is set. A source must bind each element once; a destination may bind a box twice (one need,
 // two landings). Data pointers are not looked at. InvalidArgument names the tensor and the remedy.
 [[nodiscard]] Status ValidateLayout(const Layout& layout, Side side = Side::kSource);
 

@@ -77,6 +77,7 @@ class SideView {
     if (at == group_of_.end() || groups_[at->second].boxes.empty()) return std::nullopt;
     return at->second;
   }
+  [[nodiscard]] const std::vector<const WorldTemplate*>& worlds() const { return worlds_; }
   [[nodiscard]] bool DeclaresUnused(std::string_view name) const {
     return std::any_of(worlds_.begin(), worlds_.end(), [&](const WorldTemplate* world) {
       return std::any_of(world->unused.begin(), world->unused.end(),
@@ -232,6 +233,32 @@ Status CheckNeeds(const SideView& held, const SideView& needed) {
   return Status::Ok();
 }
 
+// The engine has one memory for names that it ties; the sources must not hold two tensors for it.
+Status CheckTies(const SideView& held, const SideView& needed) {
+  std::map<std::string_view, std::string_view> apart;
+  for (const WorldTemplate* world : needed.worlds()) {
+    for (const Alias& alias : world->aliases) {
+      const std::string_view name = held.Resolve(alias.name);
+      const std::string_view target = held.Resolve(alias.target);
+      if (name == target || !held.Find(name) || !held.Find(target)) continue;
+      // By its very name, not by a pattern: whoever writes it knows that both are equal.
+      const std::vector<std::string>& unused = world->unused;
+      if (std::find(unused.begin(), unused.end(), alias.name) != unused.end()) continue;
+      apart.emplace(alias.name, alias.target);
+    }
+  }
+  if (apart.empty()) return Status::Ok();
+  const auto& [name, target] = *apart.begin();
+  const std::string more =
+      apart.size() == 1 ? "" : fmt::format(" (and {} more such ties)", apart.size() - 1);
+  return Status(Code::kInvalidArgument,
+                fmt::format("the engine ties {} to {}, but the trainers hold them apart{}; tie "
+                            "them at the trainers, give the engine memory for each, or, where they "
+                            "are always equal, declare {} unused by its whole name",
+                            name, target, more, name))
+      .WithTensor(std::string(name));
+}
+
 Status CheckWants(const SideView& held, const SideView& needed) {
   std::unordered_map<std::string_view, bool> wanted;  // stored names of the sources
   for (const auto& [name, group] : needed.tensors()) {
@@ -240,9 +267,6 @@ Status CheckWants(const SideView& held, const SideView& needed) {
   Offenders unwanted;
   for (const auto& [name, group] : held.tensors()) {
     if (held.group(group).boxes.empty() || wanted.contains(name)) continue;
-    // A tied weight of the engine: its target stands for it.
-    std::string_view target = needed.Resolve(name);
-    if (target != name && wanted.contains(held.Resolve(target))) continue;
     if (!needed.DeclaresUnused(name)) unwanted.Add(name, "");
   }
   if (unwanted.none()) return Status::Ok();
@@ -264,6 +288,7 @@ Status CheckCoverage(std::span<const WorldMember> sources, std::span<const World
   BASCULE_RETURN_IF_ERROR(held.GroupTensors());
   BASCULE_RETURN_IF_ERROR(needed.GroupTensors());
   BASCULE_RETURN_IF_ERROR(CheckNeeds(held, needed));
+  BASCULE_RETURN_IF_ERROR(CheckTies(held, needed));
   return CheckWants(held, needed);
 }
 

@@ -2,8 +2,8 @@
 // want what the sources hold? Checked for each engine when it connects.
 //
 // Names are resolved by the source's aliases: a destination tensor that the source knows as an
-// alias is read from its target. A source tensor that the engine has as an alias counts as wanted
-// when the target is.
+// alias is read from its target. What the engine ties (an alias and its target) the sources must
+// tie too, or not know by both names: else one of two different tensors would be dropped.
 #pragma once
 
 #include <span>
@@ -23,7 +23,8 @@ struct WorldMember {
 // Checks one engine's members against all source members:
 //   NotFound         a tensor that no source holds or aliases
 //   InvalidArgument  shapes differ, or the publish dtype cannot be cast to the destination's; an
-//                    element that no source holds; a source tensor that no member of the engine
+//                    element that no source holds; a name that the engine ties to another, while
+//                    the sources hold two tensors; a source tensor that no member of the engine
 //                    wants and that is not declared unused
 // The error names up to five tensors of the first kind that occurs, and how many there are.
 // Cost: a comparison of boxes for each pair of classes, not for each tensor.

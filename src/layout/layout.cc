@@ -42,6 +42,47 @@ Status CheckName(std::string_view name, std::string_view what) {
                                                     what, name.size(), kMaxNameBytes));
 }
 
+Status NoTarget(const Alias& alias) {
+  return Status(Code::kInvalidArgument,
+                fmt::format("is an alias of '{}', which is no tensor of this layout or its world; "
+                            "correct the name, or leave the alias to the rank that stores it",
+                            alias.target))
+      .WithTensor(alias.name);
+}
+
+// `names` are those of the layout's tensors.
+Status CheckAliases(const Layout& layout, const std::unordered_set<std::string_view>& names) {
+  std::unordered_set<std::string_view> aliases;
+  for (const Alias& alias : layout.aliases) {
+    BASCULE_RETURN_IF_ERROR(CheckName(alias.name, "an alias"));
+    BASCULE_RETURN_IF_ERROR(CheckName(alias.target, "the target of an alias"));
+    if (names.contains(alias.name)) {
+      return Status(Code::kInvalidArgument,
+                    "is an alias and a tensor; drop the tensor if the weights are tied")
+          .WithTensor(alias.name);
+    }
+    if (!aliases.insert(alias.name).second) {
+      return Status(Code::kInvalidArgument, "two aliases have this name").WithTensor(alias.name);
+    }
+  }
+  for (const Alias& alias : layout.aliases) {
+    if (aliases.contains(alias.target)) {
+      return Status(Code::kInvalidArgument,
+                    "is an alias of the alias " + alias.target + "; name the stored tensor")
+          .WithTensor(alias.name);
+    }
+    const bool elsewhere = layout.world != nullptr && layout.world->Find(alias.target) >= 0;
+    if (!names.contains(alias.target) && !elsewhere) return NoTarget(alias);
+  }
+  if (layout.world == nullptr) return Status::Ok();
+  for (const Alias& alias : layout.world->aliases) {
+    if (layout.world->Find(alias.target) < 0 && !names.contains(alias.target)) {
+      return NoTarget(alias);
+    }
+  }
+  return Status::Ok();
+}
+
 Status CheckTensors(const Layout& layout) {
   std::unordered_set<std::string_view> names;
   for (const LogicalTensor& tensor : layout.tensors) {
@@ -63,27 +104,7 @@ Status CheckTensors(const Layout& layout) {
                                          fmt::join(tensor.shape, ", ")));
     }
   }
-  std::unordered_set<std::string_view> aliases;
-  for (const Alias& alias : layout.aliases) {
-    BASCULE_RETURN_IF_ERROR(CheckName(alias.name, "an alias"));
-    BASCULE_RETURN_IF_ERROR(CheckName(alias.target, "the target of an alias"));
-    if (names.contains(alias.name)) {
-      return Status(Code::kInvalidArgument,
-                    "is an alias and a tensor; drop the tensor if the weights are tied")
-          .WithTensor(alias.name);
-    }
-    if (!aliases.insert(alias.name).second) {
-      return Status(Code::kInvalidArgument, "two aliases have this name").WithTensor(alias.name);
-    }
-  }
-  for (const Alias& alias : layout.aliases) {
-    if (aliases.contains(alias.target)) {
-      return Status(Code::kInvalidArgument,
-                    "is an alias of the alias " + alias.target + "; name the stored tensor")
-          .WithTensor(alias.name);
-    }
-  }
-  return Status::Ok();
+  return CheckAliases(layout, names);
 }
 
 // The end of a binding's memory in bytes from the start of the buffer; nullopt: beyond int64.

@@ -117,19 +117,41 @@ TEST(CheckCoverage, ResolvesAliasesOfBothSides) {
     if (!tied) Add(&builder, "lm_head", {8}, {{"fsdp", Shard(0)}});
     return MembersOf(std::move(builder));
   };
-  auto engine = [](bool tied) {
+  auto engine = [](bool tied, const char* unused = nullptr) {
     LayoutBuilder builder = On("tp", 2);
     Add(&builder, "embed", {8}, {{"tp", Shard(0)}});
     if (tied) builder.AddAlias({"lm_head", "embed"});
     if (!tied) Add(&builder, "lm_head", {8}, {{"tp", Shard(0)}});
+    if (unused != nullptr) builder.AddUnused(unused);
     return MembersOf(std::move(builder));
   };
   for (bool source_tied : {false, true}) {
     for (bool engine_tied : {false, true}) {
       Status status = CheckCoverage(source(source_tied).members, engine(engine_tied).members);
-      EXPECT_TRUE(status.ok()) << status.ToString();
+      if (!engine_tied || source_tied) {
+        EXPECT_TRUE(status.ok()) << status.ToString();
+        continue;
+      }
+      EXPECT_EQ(status.code(), Code::kInvalidArgument);
+      EXPECT_THAT(status.message(), HasSubstr("the engine ties lm_head to embed, but the trainers "
+                                              "hold them apart; tie them at the trainers"));
+      EXPECT_EQ(status.tensor(), "lm_head");
     }
   }
+  // Not by a pattern, which says nothing of this tensor.
+  EXPECT_FALSE(CheckCoverage(source(false).members, engine(true, "*").members).ok());
+  EXPECT_TRUE(CheckCoverage(source(false).members, engine(true, "lm_head").members).ok());
+  // Sources that do not know the other name, or tie it to what the engine does not know.
+  LayoutBuilder alone = On("fsdp", 2);
+  Add(&alone, "embed", {8}, {{"fsdp", Shard(0)}});
+  EXPECT_TRUE(CheckCoverage(MembersOf(std::move(alone)).members, engine(true).members).ok());
+  LayoutBuilder other = On("fsdp", 2);
+  Add(&other, "embed", {8}, {{"fsdp", Shard(0)}});
+  Add(&other, "head", {8}, {{"fsdp", Shard(0)}});
+  other.AddAlias({"lm_head", "head"});
+  EXPECT_THAT(
+      CheckCoverage(MembersOf(std::move(other)).members, engine(true, "head").members).message(),
+      HasSubstr("the engine ties lm_head to embed"));
   // The engine binds only the head; the source has it as an alias.
   LayoutBuilder head = On("tp", 2);
   Add(&head, "lm_head", {8}, {});

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "bascule/mesh.h"
 #include "layout/world_template.h"
 
 namespace bascule {
@@ -85,6 +86,10 @@ TEST(ValidateLayout, NamesWhatIsWrong) {
        [](Layout* l) {
          l->aliases = {{"x", "y"}, {"y", "w"}};
        }},
+      {"is an alias of 'y', which is no tensor",
+       [](Layout* l) {
+         l->aliases = {{"x", "y"}};
+       }},
       {"outside buffer",
        [](Layout* l) {
          l->padding = {{0, 40, 16}};
@@ -110,6 +115,20 @@ TEST(ValidateLayout, NamesWhatIsWrong) {
     c.damage(&layout);
     ExpectInvalid(ValidateLayout(layout, Side::kSource), c.text);
   }
+}
+
+TEST(ValidateLayout, AliasesHaveTheirTargetHereOrAtOtherRanks) {
+  LayoutBuilder builder = *LayoutBuilder::Create(Mesh{{"pp"}, {2}}, {0});
+  ASSERT_TRUE(builder.Add(Block::Of({"far", {4}, DType::kF32}, {{"pp", At(1)}})).ok());
+  builder.AddAlias({"tied", "far"});
+  EXPECT_TRUE(ValidateLayout(*builder.BuildLayout(), Side::kSource).ok());
+  builder.AddAlias({"lost", "nothing"});
+  Layout layout = *builder.BuildLayout();
+  for (Side side : {Side::kSource, Side::kDestination}) {
+    ExpectInvalid(ValidateLayout(layout, side), "alias of 'nothing'", "lost");
+  }
+  layout.aliases.clear();  // the world has it still
+  ExpectInvalid(ValidateLayout(layout, Side::kSource), "alias of 'nothing'", "lost");
 }
 
 TEST(ValidateLayout, DestinationsMayLandABoxTwiceButKeepTheirDtype) {

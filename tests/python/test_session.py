@@ -355,6 +355,48 @@ def test_bad_input(shadowed: World) -> None:
         )
 
 
+def test_an_engine_ties_only_what_the_trainers_tie() -> None:
+    weights = np.arange(4, dtype=np.float32)
+    memory = np.zeros(4, np.float32)
+    ties: dict[str, Any] = {
+        "alias": {"arrays": {"embed": memory}, "aliases": {"lm_head": "embed"}},
+        "memory": {"arrays": {"embed": memory, "lm_head": memory}},
+    }
+
+    def connect(job: bascule.Job, **tied: Any) -> bascule.WeightReceiver:
+        layout = bascule.Layout.from_arrays(**tied)
+        return bascule.WeightReceiver.connect(job, engine="e", layout=layout)
+
+    def job_of(sender: bascule.WeightSender) -> bascule.Job:
+        return bascule.Job(name="ties", coordinator=sender.coordinator)
+
+    apart = bascule.Layout.from_arrays({"embed": weights, "lm_head": weights + 1})
+    with bascule.WeightSender.connect(bascule.Job(name="ties"), layout=apart) as sender:
+        for tied in ties.values():
+            with pytest.raises(
+                bascule.InvalidArgument,
+                match="ties lm_head to embed, but the trainers hold them apart",
+            ) as caught:
+                connect(job_of(sender), **tied)
+            assert caught.value.tensor == "lm_head"
+    for aliases in ({"lm_head": "embed"}, {}):
+        layout = bascule.Layout.from_arrays({"embed": weights}, aliases=aliases)
+        with bascule.WeightSender.connect(bascule.Job(name="ties"), layout=layout) as sender:
+            for tied in ties.values():
+                connect(job_of(sender), **tied).close()
+
+
+def test_an_alias_needs_its_target() -> None:
+    lost = bascule.Layout.from_arrays({"w": np.zeros(4, np.float32)}, aliases={"lm_head": "nope"})
+    for connect in (
+        bascule.WeightSender.connect,
+        functools.partial(bascule.WeightReceiver.connect, engine="e"),
+    ):
+        with pytest.raises(bascule.InvalidArgument, match="alias of 'nope'") as caught:
+            connect(bascule.Job(name="lost"), layout=lost)
+        assert caught.value.tensor == "lm_head"
+
+
 @pytest.mark.parametrize(
     ("option", "allowed"),
     [
