@@ -168,8 +168,9 @@ enum class Side : uint8_t { kSource, kDestination };
 // two landings). Data pointers are not looked at. InvalidArgument names the tensor and the remedy.
 [[nodiscard]] Status ValidateLayout(const Layout& layout, Side side = Side::kSource);
 
-// Checks that bindings and padding fill every byte of every buffer exactly once (destinations).
-// The error names the buffer, the byte, and the binding or bindings.
+// Checks that bindings and padding fill every byte of every buffer exactly once, and that buffers
+// which have memory share none of it (destinations). The error names the buffer, the byte, and the
+// binding or bindings; or both buffers.
 [[nodiscard]] Status CheckDestinationCoverage(const Layout& layout);
 
 }  // namespace bascule

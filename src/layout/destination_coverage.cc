@@ -1,4 +1,4 @@
-// Every byte of every destination buffer is filled exactly once.
+// Every byte of every destination buffer is filled exactly once, and no byte is in two buffers.
 //
 // Per buffer: all runs of bindings and padding are multiples of one granule (the gcd of their
 // offsets, lengths and strides), so one bit a granule, filled a run at a time, decides. Dense
@@ -8,8 +8,10 @@
 
 #include <algorithm>
 #include <bit>
+#include <limits>
 #include <numeric>
 #include <span>
+#include <utility>
 
 #include "bascule/layout.h"
 #include "layout/runs.h"
@@ -152,6 +154,35 @@ Status CheckBuffer(const Layout& layout, const Buffer& buffer, std::span<const F
   return Status::Ok();
 }
 
+// Host and shared memory are one address space, each device is another.
+int SpaceOf(const Buffer& buffer) {
+  return buffer.kind == MemoryKind::kDevice ? buffer.device : std::numeric_limits<int>::min();
+}
+
+Status CheckBuffersApart(const Layout& layout) {
+  std::vector<const Buffer*> buffers;
+  for (const Buffer& buffer : layout.buffers) {
+    if (buffer.data != nullptr && buffer.bytes > 0) buffers.push_back(&buffer);
+  }
+  std::sort(buffers.begin(), buffers.end(), [](const Buffer* a, const Buffer* b) {
+    return std::pair(SpaceOf(*a), a->data) < std::pair(SpaceOf(*b), b->data);
+  });
+  for (size_t i = 1; i < buffers.size(); ++i) {
+    // All before do not overlap: the nearest below is the only one that can reach this.
+    const Buffer& below = *buffers[i - 1];
+    const Buffer& above = *buffers[i];
+    const uint64_t distance =
+        reinterpret_cast<uintptr_t>(above.data) - reinterpret_cast<uintptr_t>(below.data);
+    if (SpaceOf(below) != SpaceOf(above) || distance >= below.bytes) continue;
+    return {Code::kInvalidArgument,
+            fmt::format("buffers '{}' and '{}' share {} bytes of memory: what is received into one "
+                        "would overwrite the other; give each memory of its own, or bind both "
+                        "tensors in one buffer",
+                        below.name, above.name, std::min(below.bytes - distance, above.bytes))};
+  }
+  return Status::Ok();
+}
+
 }  // namespace
 
 Status CheckDestinationCoverage(const Layout& layout) {
@@ -168,7 +199,7 @@ Status CheckDestinationCoverage(const Layout& layout) {
   for (size_t b = 0; b < layout.buffers.size(); ++b) {
     BASCULE_RETURN_IF_ERROR(CheckBuffer(layout, layout.buffers[b], fillers[b]));
   }
-  return Status::Ok();
+  return CheckBuffersApart(layout);
 }
 
 }  // namespace bascule

@@ -180,6 +180,35 @@ TEST(DestinationCoverage, NamesBothFillers) {
   ExpectInvalid(CheckDestinationCoverage(layout), "filled twice", "w");
 }
 
+TEST(DestinationCoverage, BuffersShareNoMemory) {
+  Layout layout = Dense();
+  layout.tensors.push_back({"v", {4, 6}, DType::kBF16});
+  layout.buffers.push_back({.name = "other", .bytes = 48});
+  layout.bindings.push_back(layout.bindings[0]);
+  layout.bindings[1].tensor = 1;
+  layout.bindings[1].buffer = 1;
+  EXPECT_TRUE(CheckDestinationCoverage(layout).ok());  // no memory yet
+  std::vector<std::byte> memory(96);
+  layout.buffers[1].data = memory.data();
+  EXPECT_TRUE(CheckDestinationCoverage(layout).ok());
+  layout.buffers[0].data = memory.data() + 48;
+  EXPECT_TRUE(CheckDestinationCoverage(layout).ok());
+  layout.buffers[0].data = memory.data() + 46;
+  ExpectInvalid(CheckDestinationCoverage(layout),
+                "buffers 'other' and 'buffer' share 2 bytes of memory");
+  layout.buffers[1].kind = MemoryKind::kShared;
+  ExpectInvalid(CheckDestinationCoverage(layout), "share 2 bytes");
+  layout.buffers[0].data = memory.data();
+  ExpectInvalid(CheckDestinationCoverage(layout), "share 48 bytes");
+  EXPECT_TRUE(ValidateLayout(layout, Side::kSource).ok());
+  layout.buffers[1].kind = MemoryKind::kDevice;  // addresses of another space
+  layout.buffers[1].device = 0;
+  EXPECT_TRUE(CheckDestinationCoverage(layout).ok());
+  // An empty one is nowhere.
+  layout.buffers.push_back({.name = "empty", .data = memory.data() + 3});
+  EXPECT_TRUE(CheckDestinationCoverage(layout).ok());
+}
+
 TEST(DestinationCoverage, TakesTransposedAndEmptyAndScalar) {
   Layout layout = Dense();
   layout.bindings[0].byte_strides = {2, 8};

@@ -294,6 +294,15 @@ def test_json_there_and_back(read_layout: Any) -> None:
         bascule.Layout.from_json("{", arrays)
 
 
+def test_json_gives_two_destination_buffers_no_common_memory() -> None:
+    array = np.zeros(8, np.float32)
+    text = bascule.Layout.from_arrays({"a": array[:4].copy(), "b": array[4:].copy()}).to_json()
+    bascule.Layout.from_json(text, {"a": array[:4], "b": array[4:]}).check_destination_coverage()
+    shared = bascule.Layout.from_json(text, {"a": array[:4], "b": array[3:7]})
+    with pytest.raises(bascule.InvalidArgument, match="buffers 'a' and 'b' share 4 bytes"):
+        shared.check_destination_coverage()
+
+
 def test_json_takes_arrays_whose_bytes_are_all_their_own() -> None:
     def text(size: int) -> str:
         array = np.zeros(size, np.float32)
