@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+import itertools
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,26 +54,51 @@ def having(language: str) -> Any:
     return pytest.mark.parametrize("document", documents, ids=names_of(documents))
 
 
+# Runs snippets of (line, text) in one session and writes what each prints.
+_SESSION = """
+import contextlib, io, json, sys
+name, snippets = json.load(sys.stdin)
+session = {"__name__": "__main__"}
+printed = []
+for line, text in snippets:
+    # Empty lines before it make the line numbers of tracebacks those of the document.
+    code = compile("\\n" * (line - 1) + text, name, "exec")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(code, session)
+    printed.append(out.getvalue())
+json.dump(printed, sys.stdout)
+"""
+
+
+def run(document: Path, snippets: list[Fence], folder: Path) -> list[str]:
+    """Run snippets in a process of their own; return what each prints."""
+    # Where the command `bascule` is.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _SESSION],
+        input=json.dumps([str(document), [(s.line, s.text) for s in snippets]]),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    printed: list[str] = json.loads(done.stdout)
+    return printed
+
+
 @having("python")
-def test_snippets(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snippets(document: Path, tmp_path: Path) -> None:
     """All of one document run in one session, top to bottom; a `text` block below is the output."""
     if "import torch" in document.read_text():
         pytest.importorskip("torch")
-    monkeypatch.chdir(tmp_path)
-    # Where the command `bascule` is.
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    session: dict[str, Any] = {"__name__": "__main__"}
-    printed = ""
-    for fence in fences_of(document):
-        if fence.language == "python":
-            # Empty lines before it make line numbers of tracebacks those of the document.
-            code = compile("\n" * (fence.line - 1) + fence.text, str(document), "exec")
-            with contextlib.redirect_stdout(io.StringIO()) as out:
-                exec(code, session)
-            printed = out.getvalue()
-        elif fence.language == "text" and fence.follows:
-            where = f"{document.relative_to(ROOT)}:{fence.line}"
-            assert printed == fence.text, f"{where} does not say what the snippet above it prints"
+    fences = list(fences_of(document))
+    snippets = [fence for fence in fences if fence.language == "python"]
+    printed = dict(zip((s.line for s in snippets), run(document, snippets, tmp_path), strict=True))
+    for snippet, below in itertools.pairwise(fences):
+        if snippet.language == "python" and below.language == "text" and below.follows:
+            where = f"{document.relative_to(ROOT)}:{below.line}"
+            assert printed[snippet.line] == below.text, f"{where} is not what the snippet prints"
 
 
 @having("json")
