@@ -34,10 +34,12 @@ struct VersionId {
 };
 
 struct JobOptions {
-  std::string name;                    // of the job; ranks of another job are refused
-  std::string coordinator;             // "host:port", or kHostHere
-  std::string token;                   // shared secret of the job; may be empty only on one host
-  std::string listen = "127.0.0.1:0";  // for kHostHere and the engine channel; port 0: any
+  std::string name;         // of the job; ranks of another job are refused
+  std::string coordinator;  // "host:port", or kHostHere
+  std::string token;        // shared secret of the job; may be empty only on one host
+  // For kHostHere and the engine channel: host:port, IPv6 in brackets. Port 0: any; no host: all
+  // interfaces, which needs a token.
+  std::string listen = "127.0.0.1:0";
   std::chrono::milliseconds heartbeat{500};  // interval; a rank silent for 6 of them is gone
   std::string socket_directory;              // shm sockets: empty = abstract names
 };
@@ -192,9 +194,9 @@ class WeightReceiver {
   virtual ~WeightReceiver() = default;
 
   // The newest available version that some rank of the engine does not serve, or null. Rank 0 asks;
-  // its answer is every rank's: on ranks that step together, each call gives what rank 0's gave. A
-  // rank that is early waits; one that missed answers gets the newest. An update that was decided
-  // and not committed on this rank is given back first.
+  // the k-th call on each rank gives one answer, so that ranks which step together may branch on
+  // it. A rank that is early waits; one that fell behind passes over offers that were given up. An
+  // update that was decided and not committed on this rank is given back first.
   [[nodiscard]] virtual Result<std::shared_ptr<Update>> Poll(Deadline deadline) = 0;
   // The update to an explicit version, where the framework's RPC tells all ranks.
   [[nodiscard]] virtual Result<std::shared_ptr<Update>> Open(VersionId id) = 0;

@@ -167,10 +167,11 @@ Result<std::string> EngineChannel::HandleLeader(const std::string& method,
   const Deadline slice = deadline.Earlier(Deadline::In(kSlice));
   if (method == "poll") {
     const uint64_t index = in.U64();
+    const bool newest = in.U8() != 0;
     if (!in.done()) return Malformed();
     std::optional<DeciderCore::NumberedPoll> poll;
     changed_.wait_until(lock, slice.at(), [&] {
-      poll = decider_->PollFrom(index);
+      poll = decider_->PollFrom(index, newest);
       return poll.has_value();
     });
     if (!poll) {
@@ -194,14 +195,15 @@ Result<std::string> EngineChannel::HandleLeader(const std::string& method,
     const uint64_t index = in.U64();
     if (!in.done()) return Malformed();
     bool lost = false;
-    std::optional<bool> answer;
+    std::optional<DeciderCore::NumberedReady> answer;
     changed_.wait_until(lock, slice.at(), [&] {
-      answer = decider_->ReadyAt(key, index, &lost);
+      answer = decider_->ReadyFrom(key, index, &lost);
       return answer.has_value() || lost;
     });
     Numbered kind = answer ? Numbered::kAnswer : lost ? Numbered::kLost : Numbered::kNotYet;
     out.U8(static_cast<uint8_t>(kind));
-    out.U8(answer.value_or(false) ? 1 : 0);
+    out.U64(answer ? answer->number : 0);
+    out.U8(answer && answer->answer ? 1 : 0);
     return out.Take();
   }
   if (method == "attempt") {
@@ -381,17 +383,24 @@ Result<EngineChannel::PollResult> EngineChannel::Poll(Deadline deadline) {
   for (;;) {
     BASCULE_RETURN_IF_ERROR(EnsureIntroduced(deadline));
     WireWriter out;
-    uint64_t index = 0;
     {
       std::lock_guard lock(client_mutex_);
-      index = next_poll_;
+      out.U64(next_poll_);
+      out.U8(poll_missed_ ? 1 : 0);
     }
-    out.U64(index);
-    BASCULE_ASSIGN_OR_RETURN(std::string bytes, AskLeader("poll", out.Take(), deadline));
+    auto answer = AskLeader("poll", out.Take(), deadline);
+    if (!answer.ok()) {
+      std::lock_guard lock(client_mutex_);
+      poll_missed_ = true;
+      return answer.status();
+    }
+    const std::string bytes = std::move(*answer);
     WireReader in(bytes);
     const auto kind = static_cast<Numbered>(in.U8());
     if (kind == Numbered::kNotYet) {
       if (!deadline.Passed()) continue;
+      std::lock_guard lock(client_mutex_);
+      poll_missed_ = true;
       return Status(Code::kDeadlineExceeded,
                     "rank 0 of the engine has not polled yet; poll on every rank alike")
           .WithPeer(Name(0));
@@ -407,6 +416,7 @@ Result<EngineChannel::PollResult> EngineChannel::Poll(Deadline deadline) {
     const int64_t publish_start = in.I64();
     if (!in.done()) return Malformed();
     next_poll_ = number + 1;
+    poll_missed_ = false;
     if (kind == Numbered::kError) return Status(code, message).WithPeer(Name(0));
     return PollResult{offered ? std::optional(key) : std::nullopt, epoch, own_membership,
                       publish_start};
@@ -458,6 +468,7 @@ Result<bool> EngineChannel::Ready(const UpdateKey& key, Deadline deadline) {
     BASCULE_ASSIGN_OR_RETURN(std::string bytes, AskLeader("ready", out.Take(), deadline));
     WireReader in(bytes);
     const auto kind = static_cast<Numbered>(in.U8());
+    const uint64_t number = in.U64();
     const bool answer = in.U8() != 0;
     if (!in.done()) return Malformed();
     if (kind == Numbered::kNotYet) {
@@ -471,7 +482,7 @@ Result<bool> EngineChannel::Ready(const UpdateKey& key, Deadline deadline) {
       return Status(Code::kAborted, "rank 0 knows this update no more; poll again")
           .WithPeer(Name(0));
     }
-    if (ready_key_ == key) next_ready_ = index + 1;
+    if (ready_key_ == key) next_ready_ = number + 1;
     return answer;
   }
 }

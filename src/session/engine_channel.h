@@ -150,7 +150,8 @@ class EngineChannel {
   std::vector<uint64_t> told_gone_;
   uint64_t leader_ = 0;  // incarnation that this rank has introduced itself to
   uint64_t next_poll_ = 0;
-  UpdateKey ready_key_;  // the update that Ready was called of last
+  bool poll_missed_ = false;  // a Poll ended without an answer: its number may be another rank's
+  UpdateKey ready_key_;       // the update that Ready was called of last
   uint64_t next_ready_ = 0;
 };
 

@@ -12,6 +12,8 @@ namespace {
 
 constexpr size_t kRemembered = 16;
 constexpr uint64_t kUpdatesKept = 64;
+// Ranks that step together are never this many polls apart.
+constexpr uint64_t kInStep = 8;
 
 class Hasher {
  public:
@@ -232,7 +234,7 @@ uint64_t DeciderCore::Hello(uint32_t rank, uint64_t incarnation, VersionId servi
     }
   }
   view = {incarnation, serving};
-  return polls_;
+  return polls_.count;
 }
 
 VersionId DeciderCore::CommonVersion() const {
@@ -251,7 +253,12 @@ bool DeciderCore::AllServe(VersionId id) const {
 UpdateKey DeciderCore::OpenUpdate(VersionId id, bool available) {
   // One update at a time: ranks that still hold to an earlier one must be able to learn its end.
   for (auto& [earlier, update] : updates_) {
-    if (update.outcome == Outcome::kUndecided) (void)Abort(earlier, "a newer update was opened");
+    if (update.outcome != Outcome::kUndecided) continue;
+    if (earlier.id == id) {
+      update.available = update.available || available;
+      return earlier;
+    }
+    (void)Abort(earlier, "a newer update was opened");
   }
   UpdateKey key{id, incarnation_, ++attempts_};
   updates_[key].available = available;
@@ -280,13 +287,30 @@ bool DeciderCore::available(const UpdateKey& key) const {
 }
 
 uint64_t DeciderCore::RecordPoll(PollAnswer answer) {
-  last_poll_ = std::move(answer);
-  return polls_++;
+  polls_.Add(std::move(answer), [](const PollAnswer& a, const PollAnswer& b) {
+    return a.status.ok() && b.status.ok() && !a.key && !b.key;
+  });
+  return polls_.count - 1;
 }
 
-std::optional<DeciderCore::NumberedPoll> DeciderCore::PollFrom(uint64_t next) const {
-  if (polls_ <= next) return std::nullopt;
-  return NumberedPoll{polls_ - 1, last_poll_};
+std::optional<DeciderCore::NumberedPoll> DeciderCore::PollFrom(uint64_t next, bool newest) const {
+  if (next >= polls_.count) return std::nullopt;
+  if (newest || polls_.count - next > kInStep)
+    return NumberedPoll{polls_.count - 1, polls_.runs.rbegin()->second};
+  auto run = polls_.runs.upper_bound(next);
+  if (run != polls_.runs.begin()) {
+    --run;
+  } else {
+    next = run->first;  // what was before is kept no more
+  }
+  auto given_up = [this](const PollAnswer& answer) {
+    return answer.key && OutcomeOf(*answer.key) == Outcome::kAbort;
+  };
+  for (auto later = std::next(run); later != polls_.runs.end() && given_up(run->second);
+       run = later++) {
+    next = later->first;
+  }
+  return NumberedPoll{next, run->second};
 }
 
 void DeciderCore::RecordReady(const UpdateKey& key, bool answer) {
@@ -294,11 +318,16 @@ void DeciderCore::RecordReady(const UpdateKey& key, bool answer) {
   if (it != updates_.end()) it->second.ready.Add(answer, std::equal_to<bool>());
 }
 
-std::optional<bool> DeciderCore::ReadyAt(const UpdateKey& key, uint64_t index, bool* lost) const {
+std::optional<DeciderCore::NumberedReady> DeciderCore::ReadyFrom(const UpdateKey& key,
+                                                                 uint64_t next, bool* lost) const {
   auto it = updates_.find(key);
   *lost = it == updates_.end();
-  if (*lost) return std::nullopt;
-  return it->second.ready.At(index, lost);
+  if (*lost || next >= it->second.ready.count) return std::nullopt;
+  const auto& [count, runs] = it->second.ready;
+  auto after = runs.upper_bound(next);
+  const bool behind = count - next > kInStep || after == runs.begin();
+  if (behind) return NumberedReady{count - 1, runs.rbegin()->second};
+  return NumberedReady{next, std::prev(after)->second};
 }
 
 void DeciderCore::Vote(const UpdateKey& key, uint32_t rank, uint64_t incarnation, bool ok,
@@ -394,8 +423,7 @@ void DeciderCore::Trim() {
 uint64_t DeciderCore::Fingerprint() const {
   Hasher hasher;
   hasher.Mix(incarnation_);
-  hasher.Mix(polls_);
-  hasher.Mix(last_poll_.key.value_or(UpdateKey{}));
+  hasher.Mix(polls_.count);
   for (const auto& [key, update] : updates_) {
     hasher.Mix(key);
     hasher.Mix(static_cast<uint64_t>(update.outcome) * 2 + static_cast<uint64_t>(update.available));

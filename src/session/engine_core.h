@@ -137,26 +137,34 @@ class DeciderCore {
   // True when every rank is known and serves `id`.
   [[nodiscard]] bool AllServe(VersionId id) const;
 
-  // Opens an update. Undecided earlier ones are aborted.
+  // The undecided attempt at `id`, or a new one. Undecided attempts at other versions are aborted.
   UpdateKey OpenUpdate(VersionId id, bool available);
   // The undecided attempt at `id`, or a new one.
   UpdateKey AttemptAt(VersionId id);
   void SetAvailable(VersionId id);
   [[nodiscard]] bool available(const UpdateKey& key) const;
 
-  // Numbered answers: the leader's own call makes them, ranks fetch them.
+  // Numbered answers: the leader's own call makes them, ranks fetch them. Runs of "nothing new" are
+  // one record; the last 64 records are kept.
   uint64_t RecordPoll(PollAnswer answer);
-  // The newest answer with its number, if that is `next` or later; null: not made yet. Ranks that
-  // step together ask for each; one that missed some is in step again at once.
   struct NumberedPoll {
     uint64_t number = 0;
     PollAnswer answer;
   };
-  [[nodiscard]] std::optional<NumberedPoll> PollFrom(uint64_t next) const;
-  // Numbered for each update apart, from 0; null: not made yet (wait), or (`lost` set) too old or
-  // of an update that is known no more. Runs of equal answers are one record; 64 are kept.
+  // Answer number `next`, or null where it is not made yet. Offers of updates that were given up
+  // meanwhile are passed over where there is a later answer, so that a rank which fell behind is in
+  // step again. All but the last are, where it is further behind than ranks that step together can
+  // be, and with `newest`, for a rank that lost count.
+  [[nodiscard]] std::optional<NumberedPoll> PollFrom(uint64_t next, bool newest) const;
+  // The same for Ready, numbered for each update apart, from 0; null: not made yet, or (`lost` set)
+  // of an update that is known no more.
   void RecordReady(const UpdateKey& key, bool answer);
-  [[nodiscard]] std::optional<bool> ReadyAt(const UpdateKey& key, uint64_t index, bool* lost) const;
+  struct NumberedReady {
+    uint64_t number = 0;
+    bool answer = false;
+  };
+  [[nodiscard]] std::optional<NumberedReady> ReadyFrom(const UpdateKey& key, uint64_t next,
+                                                       bool* lost) const;
 
   // A rank staged the update, or failed to: then abort is recorded at once.
   void Vote(const UpdateKey& key, uint32_t rank, uint64_t incarnation, bool ok,
@@ -197,12 +205,6 @@ class DeciderCore {
       }
       ++count;
     }
-    [[nodiscard]] std::optional<T> At(uint64_t index, bool* lost) const {
-      auto after = runs.upper_bound(index);
-      *lost = index < count && after == runs.begin();
-      if (index >= count || after == runs.begin()) return std::nullopt;
-      return std::prev(after)->second;
-    }
   };
   static constexpr size_t kRunsKept = 64;
   struct Decision {
@@ -224,8 +226,7 @@ class DeciderCore {
   std::map<UpdateKey, Decision> updates_;
   std::vector<uint64_t> committed_;  // attempts, ascending; never forgotten (8 bytes an update)
   std::map<uint32_t, RankView> ranks_;
-  uint64_t polls_ = 0;
-  PollAnswer last_poll_;
+  Numbered<PollAnswer> polls_;
 };
 
 // ---------------------------------------------------------------------------------------------

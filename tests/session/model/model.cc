@@ -328,7 +328,7 @@ void Model::Poll(Receiver* receiver, uint32_t rank) {
     receiver->at = ReceiverAt::kHello;
     return;
   }
-  const auto poll = leader->decider->PollFrom(receiver->next_poll);
+  const auto poll = leader->decider->PollFrom(receiver->next_poll, false);
   if (!poll) return;
   receiver->next_poll = poll->number + 1;
   if (!poll->answer.key) return;
