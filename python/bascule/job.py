@@ -25,7 +25,8 @@ class Job:
     token
         Shared secret of the job; may be empty only on one host.
     listen
-        Address for a coordinator hosted here and for the engine channel; port 0 takes any.
+        ``"host:port"`` for a coordinator hosted here and for the engine channel, IPv6 in brackets;
+        port 0 takes any. Without a host: all interfaces, which needs a token.
     heartbeat
         Seconds between heartbeats; a rank that is silent for six of them is gone.
     socket_directory

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <charconv>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -200,14 +201,52 @@ class HandlerPool : public std::enable_shared_from_this<HandlerPool> {
   bool closed_ = false;
 };
 
+struct ListenAddress {
+  std::string host;
+  uint32_t port = 0;
+  [[nodiscard]] std::string ToString() const { return fmt::format("{}:{}", host, port); }
+};
+
+// gRPC itself takes ports modulo 2^16, signs, blanks, and no port for 443.
+Result<ListenAddress> ParseListenAddress(const std::string& listen) {
+  auto wrong = [&listen](std::string_view why) {
+    return Status(Code::kInvalidArgument,
+                  fmt::format("the address \"{}\" to listen on {}; write host:port, e.g. "
+                              "127.0.0.1:7070 or [::1]:0 (port 0: any)",
+                              listen, why));
+  };
+  if (listen.empty()) return wrong("is empty");
+  const size_t colon = listen.rfind(':');
+  if (colon == std::string::npos) return wrong("has no port");
+  ListenAddress address{listen.substr(0, colon)};
+  const bool bracketed = address.host.starts_with('[') && address.host.ends_with(']');
+  if (!bracketed && address.host.find(':') != std::string::npos) {
+    return wrong("has a host with colons that is not in brackets");
+  }
+  const char* const end = listen.data() + listen.size();
+  const auto [stop, error] = std::from_chars(listen.data() + colon + 1, end, address.port);
+  if (error != std::errc() || stop != end || address.port > 65535) {
+    return wrong("has a port that is no number from 0 to 65535");
+  }
+  if (address.host.empty()) address.host = "0.0.0.0";
+  return address;
+}
+
+bool IsLoopback(const std::string& host) {
+  in_addr address{};
+  const bool ipv4 = inet_pton(AF_INET, host.c_str(), &address) == 1;
+  return host == "localhost" || host == "[::1]" || (ipv4 && ntohl(address.s_addr) >> 24 == 127);
+}
+
 // Why an address cannot be listened on, by trying with a socket of our own.
-std::string WhyNot(const std::string& host, const std::string& port) {
+std::string WhyNot(const ListenAddress& address) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_PASSIVE;
   addrinfo* found = nullptr;
-  const int error =
-      getaddrinfo(host.empty() ? nullptr : host.c_str(), port.c_str(), &hints, &found);
+  std::string host = address.host;
+  if (host.starts_with('[')) host = host.substr(1, host.size() - 2);
+  const int error = getaddrinfo(host.c_str(), fmt::to_string(address.port).c_str(), &hints, &found);
   if (error != 0) return gai_strerror(error);
   std::string why = "no address";
   for (const addrinfo* item = found; item != nullptr; item = item->ai_next) {
@@ -236,17 +275,10 @@ class GrpcServer final : public RpcServer {
     GrpcServer::Stop();
   }
 
-  Status Start(const std::string& listen) {
-    const size_t colon = listen.rfind(':');
-    if (colon == std::string::npos) {
-      return Status(
-          Code::kInvalidArgument,
-          fmt::format("the address \"{}\" to listen on has no port; write host:port", listen));
-    }
-    const std::string host = listen.substr(0, colon);
+  Status Start(const ListenAddress& listen) {
     grpc::ServerBuilder builder;
     int port = 0;
-    builder.AddListeningPort(listen, grpc::InsecureServerCredentials(), &port);
+    builder.AddListeningPort(listen.ToString(), grpc::InsecureServerCredentials(), &port);
     builder.RegisterService(&service_);
     builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
     builder.SetMaxSendMessageSize(kMaxMessageBytes);
@@ -259,10 +291,10 @@ class GrpcServer final : public RpcServer {
     server_ = builder.BuildAndStart();
     if (server_ == nullptr || port == 0) {
       server_ = nullptr;
-      return Status(Code::kUnavailable, fmt::format("cannot listen on {}: {}", listen,
-                                                    WhyNot(host, listen.substr(colon + 1))));
+      return Status(Code::kUnavailable,
+                    fmt::format("cannot listen on {}: {}", listen.ToString(), WhyNot(listen)));
     }
-    address_ = fmt::format("{}:{}", host, port);
+    address_ = fmt::format("{}:{}", listen.host, port);
     return Status::Ok();
   }
 
@@ -294,9 +326,16 @@ Result<std::unique_ptr<RpcServer>> StartServer(const std::string& listen, const 
     return Status(Code::kInvalidArgument, fmt::format("a token of {} bytes; the limit is {}",
                                                       token.size(), kMaxTokenBytes));
   }
+  BASCULE_ASSIGN_OR_RETURN(const ListenAddress address, ParseListenAddress(listen));
+  if (token.empty() && !IsLoopback(address.host)) {
+    return Status(Code::kInvalidArgument,
+                  fmt::format("listening at {} needs a job token; it may be empty only on "
+                              "127.0.0.1",
+                              address.ToString()));
+  }
   QuietGrpc();
   auto server = std::make_unique<GrpcServer>(token, std::move(handler), std::move(pool));
-  BASCULE_RETURN_IF_ERROR(server->Start(listen));
+  BASCULE_RETURN_IF_ERROR(server->Start(address));
   return std::unique_ptr<RpcServer>(std::move(server));
 }
 

@@ -2,6 +2,7 @@
 #include "coordinator/rpc.h"
 
 #include <arpa/inet.h>
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
@@ -22,7 +23,9 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 using std::chrono::steady_clock;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 Deadline Soon() { return Deadline::In(seconds(10)); }
 
@@ -184,8 +187,39 @@ TEST(Rpc, APortIsNeverShared) {
   EXPECT_EQ(second.code(), Code::kUnavailable);
   EXPECT_THAT(second.message(), HasSubstr(server->address()));
   EXPECT_THAT(second.message(), HasSubstr("in use"));
-  EXPECT_EQ(StartGrpcServer("nonsense", "token", Echo()).status().code(), Code::kInvalidArgument);
   EXPECT_FALSE(StartGrpcServer("192.0.2.1:0", "token", Echo()).ok());
+}
+
+TEST(Rpc, ListensOnlyWhereItWasTold) {
+  const std::pair<const char*, const char*> wrong[] = {
+      {"", "is empty"},
+      {"127.0.0.1", "has no port"},
+      {"127.0.0.1:", "no number from 0 to 65535"},
+      {"127.0.0.1:99999", "no number from 0 to 65535"},
+      {"127.0.0.1:65536", "no number from 0 to 65535"},
+      {"127.0.0.1:4294967296", "no number from 0 to 65535"},
+      {"127.0.0.1:22x", "no number from 0 to 65535"},
+      {"127.0.0.1:-1", "no number from 0 to 65535"},
+      {"127.0.0.1: 5", "no number from 0 to 65535"},
+      {"::1:0", "not in brackets"},
+      {"unix:/tmp/socket:0", "not in brackets"},
+      {"unix:/tmp/socket", "no number from 0 to 65535"}};
+  for (const auto& [address, why] : wrong) {
+    const Status status = StartGrpcServer(address, "token", Echo()).status();
+    EXPECT_EQ(status.code(), Code::kInvalidArgument) << address;
+    EXPECT_THAT(status.message(), AllOf(HasSubstr(fmt::format("\"{}\"", address)), HasSubstr(why)));
+  }
+  for (const char* open : {":0", "0.0.0.0:0", "[::]:0", "192.0.2.1:0", "127.0.0.1.example:0"}) {
+    const Status status = StartGrpcServer(open, "", Echo()).status();
+    EXPECT_EQ(status.code(), Code::kInvalidArgument) << open;
+    EXPECT_THAT(status.message(), HasSubstr("needs a job token"));
+  }
+  for (const char* local : {"127.0.0.1:0", "127.1.2.3:0", "localhost:0"}) {
+    EXPECT_TRUE(StartGrpcServer(local, "", Echo()).ok()) << local;
+  }
+  auto all = Serve(Echo(), "token", ":0");
+  EXPECT_THAT(all->address(), StartsWith("0.0.0.0:"));
+  EXPECT_EQ(*MakeGrpcClient(all->address(), "token")->Call("m", "1", Soon()), "m:1");
 }
 
 TEST(Rpc, StopEndsCallsInFlightAndWaitsForHandlersASecondAtMost) {
