@@ -37,8 +37,8 @@ struct JobOptions {
   std::string name;         // of the job; ranks of another job are refused
   std::string coordinator;  // "host:port", or kHostHere
   std::string token;        // shared secret of the job; may be empty only on one host
-  // For kHostHere and the engine channel: host:port, IPv6 in brackets. Port 0: any; no host: all
-  // interfaces, which needs a token.
+  // For kHostHere and the engine channel: host:port, IPv6 in brackets, port 0: any. Beyond loopback
+  // it needs a token.
   std::string listen = "127.0.0.1:0";
   std::chrono::milliseconds heartbeat{500};  // interval; a rank silent for 6 of them is gone
   std::string socket_directory;              // shm sockets: empty = abstract names

@@ -26,7 +26,7 @@ class Job:
         Shared secret of the job; may be empty only on one host.
     listen
         ``"host:port"`` for a coordinator hosted here and for the engine channel, IPv6 in brackets;
-        port 0 takes any. Without a host: all interfaces, which needs a token.
+        port 0 takes any. Beyond loopback it needs a token.
     heartbeat
         Seconds between heartbeats; a rank that is silent for six of them is gone.
     socket_directory

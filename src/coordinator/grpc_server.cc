@@ -219,6 +219,7 @@ Result<ListenAddress> ParseListenAddress(const std::string& listen) {
   const size_t colon = listen.rfind(':');
   if (colon == std::string::npos) return wrong("has no port");
   ListenAddress address{listen.substr(0, colon)};
+  if (address.host.empty()) return wrong("has no host (0.0.0.0 and [::] are all interfaces)");
   const bool bracketed = address.host.starts_with('[') && address.host.ends_with(']');
   if (!bracketed && address.host.find(':') != std::string::npos) {
     return wrong("has a host with colons that is not in brackets");
@@ -228,7 +229,6 @@ Result<ListenAddress> ParseListenAddress(const std::string& listen) {
   if (error != std::errc() || stop != end || address.port > 65535) {
     return wrong("has a port that is no number from 0 to 65535");
   }
-  if (address.host.empty()) address.host = "0.0.0.0";
   return address;
 }
 

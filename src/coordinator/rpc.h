@@ -48,8 +48,8 @@ inline constexpr size_t kMaxTokenBytes = 4096;
 inline constexpr int kMaxMessageBytes = 300 << 20;
 
 // Every call must carry the token (any bytes, at most kMaxTokenBytes); others get
-// kPermissionDenied. `listen` is "host:port", port 0: any, no host: all interfaces (IPv4); beyond
-// loopback it needs a token. A port in use is an error: it is never shared.
+// kPermissionDenied. `listen` is "host:port", port 0: any; beyond loopback it needs a token. A port
+// in use is an error: it is never shared.
 [[nodiscard]] Result<std::unique_ptr<RpcServer>> StartGrpcServer(const std::string& listen,
                                                                  const std::string& token,
                                                                  RpcHandler handler);
