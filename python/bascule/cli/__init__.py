@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 import bascule
-from bascule.cli import demo, doctor, plan, serve, status
+from bascule.cli import demo, doctor, plan, serve, status, verify
 from bascule.cli._common import fail
 
 __all__ = ["app", "main"]
@@ -42,6 +42,7 @@ app = typer.Typer(
 app.command()(serve.serve)
 app.command()(status.status)
 app.command()(plan.plan)
+app.command()(verify.verify)
 app.command()(doctor.doctor)
 
 
