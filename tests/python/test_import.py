@@ -18,7 +18,16 @@ def run(code: str, *flags: str) -> str:
 
 
 def test_import_leaves_frameworks_alone() -> None:
-    heavy = ["torch", "transformers", "vllm", "typer", "numpy.testing", "numpy.f2py", "scipy"]
+    heavy = [
+        "torch",
+        "transformers",
+        "vllm",
+        "typer",
+        "rich",
+        "numpy.testing",
+        "numpy.f2py",
+        "scipy",
+    ]
     assert run(f"import bascule, sys; print([m for m in {heavy} if m in sys.modules])") == "[]"
 
 
