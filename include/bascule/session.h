@@ -15,6 +15,7 @@
 
 #include "bascule/deadline.h"
 #include "bascule/layout.h"
+#include "bascule/log.h"
 #include "bascule/status.h"
 
 #pragma GCC visibility push(default)
@@ -42,6 +43,10 @@ struct JobOptions {
   std::string listen = "127.0.0.1:0";
   std::chrono::milliseconds heartbeat{500};  // interval; a rank silent for 6 of them is gone
   std::string socket_directory;              // shm sockets: empty = abstract names
+  // What happens: each publication and committed update (info), a coordinator that is away or back,
+  // ranks declared gone, audits that failed (warning, error), and at a hosted coordinator who comes
+  // and goes. Empty: quiet.
+  LogSink log;
 };
 
 // Where published weights lie while peers read them.

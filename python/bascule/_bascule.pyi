@@ -611,6 +611,11 @@ def compare_ranks(job: JobOptions, left: str, right: str, dtype: DType | None, p
 
 def compare_with_files(job: JobOptions, left: str, files: Sequence[tuple[str, int, int]], owners: object, dtype: DType | None, progress: Progress | None, timeout: float) -> Comparison: ...
 
+def take_logs(timeout: float) -> list[tuple[int, str]]:
+    """
+    Lines of the core's log since the last call, as (level, text); waits for one.
+    """
+
 def wait_abandoned(timeout: float) -> bool:
     """
     Wait for calls that Ctrl-C left in the background; True when none is left.

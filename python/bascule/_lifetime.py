@@ -9,7 +9,7 @@ import time
 import weakref
 from typing import Protocol
 
-from bascule import _bascule
+from bascule import _bascule, _logging
 
 # Seconds that the sessions of a process together get to leave their jobs at exit.
 _EXIT_SECONDS = 2.0
@@ -29,6 +29,7 @@ def register(session: _Closable) -> None:
     if not _registered:
         _registered = True
         atexit.register(_close_all)
+        _logging.pass_on()
         os.register_at_fork(after_in_child=_forget_all)
     _sessions.add(session)
 

@@ -8,14 +8,32 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from typing import Any, Protocol
 
+from bascule import _bascule
 from bascule.report import Report, VersionId
 
-__all__ = ["SessionLog", "logger"]
+__all__ = ["SessionLog", "logger", "pass_on"]
 
 logger = logging.getLogger("bascule")
 logger.addHandler(logging.NullHandler())
+
+
+# By the core's levels.
+_LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
+
+
+def pass_on() -> None:
+    """Start the thread that passes lines of the core on to the logger. Once a process."""
+    threading.Thread(target=_pass_on, name="bascule-log", daemon=True).start()
+
+
+def _pass_on() -> None:
+    while True:
+        for level, text in _bascule.take_logs(timeout=3600.0):
+            with contextlib.suppress(Exception):
+                logger.log(_LEVELS[level], "%s", text)
 
 
 class _Version(Protocol):

@@ -9,6 +9,7 @@
 
 #include "bind.h"
 #include "handle.h"
+#include "logs.h"
 
 namespace bascule::python {
 namespace {
@@ -150,7 +151,8 @@ void BindOptions(nb::module_& m) {
                 .token = std::move(token),
                 .listen = std::move(listen),
                 .heartbeat = std::chrono::duration_cast<std::chrono::milliseconds>(interval),
-                .socket_directory = std::move(socket_directory)};
+                .socket_directory = std::move(socket_directory),
+                .log = QueueingSink()};
           },
           nb::kw_only(), nb::arg("name"), nb::arg("coordinator"), nb::arg("token"),
           nb::arg("listen"), nb::arg("heartbeat"), nb::arg("socket_directory"));
@@ -483,6 +485,7 @@ void BindSession(nb::module_& m) {
   BindReceiver(m);
   BindCoordinator(m);
   BindVerify(m);
+  BindLogs(m);
 }
 
 }  // namespace bascule::python

@@ -42,6 +42,7 @@ Result<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(const JobOpt
   options.job = job.name;
   options.token = job.token;
   options.heartbeat = job.heartbeat;
+  options.log = job.log;
   auto service = CoordinatorService::Create(std::move(options));
   BASCULE_ASSIGN_OR_RETURN(auto rpc, ServeDirectory(service, job.listen, job.token));
   return std::unique_ptr<CoordinatorServer>(

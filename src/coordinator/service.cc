@@ -120,7 +120,7 @@ void CoordinatorService::TellEvents(std::unique_lock<std::mutex>& lock) {
   const std::vector<std::string> events = core_.TakeEvents();
   if (events.empty()) return;
   lock.unlock();
-  for (const std::string& event : events) options_.log(LogLevel::kInfo, event);
+  for (const std::string& event : events) options_.log(LogLevel::kInfo, "coordinator: " + event);
   lock.lock();
 }
 

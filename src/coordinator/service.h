@@ -11,8 +11,8 @@
 #include <thread>
 
 #include "bascule/deadline.h"
+#include "bascule/log.h"
 #include "base/fork_guard.h"
-#include "base/log.h"
 #include "coordinator/core.h"
 #include "coordinator/coverage_oracle.h"
 #include "coordinator/directory.h"

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <random>
+#include <utility>
 
 #include "bascule/version.h"
 #include "coordinator/grpc_directory.h"
@@ -161,6 +162,10 @@ Status Agent::Settle(Deadline deadline) {
   return Status::Ok();
 }
 
+void Agent::Log(LogLevel level, const std::string& text) const {
+  if (options_.job.log) options_.job.log(level, fmt::format("{}: {}", MemberName(member()), text));
+}
+
 void Agent::BeatSoon() {
   std::lock_guard lock(mutex_);
   soon_ = true;
@@ -193,11 +198,19 @@ void Agent::Beat() {
   // A beat never outlives its interval by much, so that Close and BeatSoon are prompt.
   Deadline deadline = Deadline::In(std::chrono::milliseconds(interval_ms_));
   auto reply = directory_->Heartbeat(request, deadline);
-  if (!reply.ok()) return;  // the coordinator is away: beat on
+  if (!reply.ok()) {  // the coordinator is away: beat on
+    if (!away_ && !closed_) {
+      Log(LogLevel::kWarning, "the coordinator does not answer: " + reply.status().message());
+    }
+    away_ = true;
+    return;
+  }
+  if (std::exchange(away_, false)) Log(LogLevel::kInfo, "the coordinator answers again");
   if (!reply->member) {
     if (reply->rejoin && Join(deadline).ok()) return;
     if (reply->rejoin) return;  // try again at the next beat
     gone_ = true;
+    Log(LogLevel::kError, "declared gone by the coordinator; connect anew");
     options_.on_gone(Status(Code::kUnavailable,
                             fmt::format("the coordinator declared {} gone (silent beyond its "
                                         "deadline, or replaced); connect anew",
@@ -206,7 +219,11 @@ void Agent::Beat() {
   }
   newest_term_ = std::max(newest_term_.load(), reply->term);
   epoch_ = reply->epoch;
-  if (reply->stale_term) stale_ = true;
+  if (reply->stale_term && !stale_.exchange(true)) {
+    Log(LogLevel::kWarning,
+        fmt::format("the trainer world restarted (term {} after {}); connect anew", reply->term,
+                    term_.load()));
+  }
   (void)Settle(deadline);
   options_.on_beat(*reply);
 }

@@ -57,6 +57,8 @@ class Agent {
                               const std::vector<uint32_t>& coordinates, Deadline deadline);
   // The coordinator has this rank's layout as member() has it: at once, unless a Rebind failed.
   [[nodiscard]] Status Settle(Deadline deadline);
+  // Tells the job's log, with the rank's name before it.
+  void Log(LogLevel level, const std::string& text) const;
   // Beats at once, from the agent's thread.
   void BeatSoon();
   // Leaves the job and stops beating. Idempotent.
@@ -86,6 +88,7 @@ class Agent {
   std::atomic<bool> gone_{false};
   std::atomic<bool> stale_{false};
   std::atomic<bool> joined_{false};
+  bool away_ = false;                   // the last beat failed; of the agent's thread
   std::atomic<bool> unsettled_{false};  // a Rebind failed and may have been carried out
 
   mutable std::mutex mutex_;

@@ -421,6 +421,7 @@ Status UpdateImpl::Commit(Deadline deadline) {
     std::lock_guard lock(shared_->mutex);
     shared_->why_poisoned = status;
     NoteError(status, &shared_->last);
+    shared_->agent->Log(LogLevel::kError, "the switch failed: " + status.ToString());
   }
   shared_->channel->WithCore([&](RankCore& core) { core.EndCommit(key, status.ok()); });
   FinishReport(commit_start);
@@ -511,6 +512,11 @@ void UpdateImpl::NoteCommit() {
   last.bytes = report.bytes;
   last.took_ns = report.ewtt_ns;
   last.stall_ns = report.phases.stall;
+  shared_->agent->Log(LogLevel::kInfo,
+                      fmt::format("committed version {}: EWTT {:.3f} s, stall {:.1f} ms, {:.3f} GB",
+                                  id_.version, static_cast<double>(report.ewtt_ns) / 1e9,
+                                  static_cast<double>(report.phases.stall) / 1e6,
+                                  static_cast<double>(report.bytes) / 1e9));
 }
 
 // After the pause: a sixteenth of the tensors, live, against the trainers' layouts.
@@ -528,6 +534,7 @@ void UpdateImpl::StartRotation(const UpdateKey& key) {
         {
           std::lock_guard why(shared->mutex);
           NoteError(status, &shared->last);
+          shared->agent->Log(LogLevel::kError, "the audit found: " + status.ToString());
           shared->why_poisoned = std::move(status);
         }
         shared->channel->WithCore([](RankCore& core) { core.Poison(); });

@@ -301,6 +301,10 @@ Result<std::shared_ptr<Publication>> SenderImpl::Publish(uint64_t version, Deadl
   state_->last.bytes = report.bytes;
   state_->last.took_ns = report.phases.publish;
   state_->last.stall_ns = report.phases.stall;
+  state_->agent->Log(LogLevel::kInfo,
+                     fmt::format("published version {} in {:.1f} ms, {:.3f} GB", version,
+                                 static_cast<double>(report.phases.publish) / 1e6,
+                                 static_cast<double>(report.bytes) / 1e9));
   return publication;
 }
 

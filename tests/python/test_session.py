@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import json
+import logging
 import threading
 import time
 import uuid
@@ -613,3 +614,24 @@ def test_torch_in_and_out() -> None:
             update.commit()
     for name, value in engine.state_dict().items():
         assert torch.equal(value, trainer.state_dict()[name].to(torch.bfloat16))
+
+
+def test_what_happens_in_the_background_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "bascule")
+    server = bascule.CoordinatorServer.start(bascule.Job(name="logged", heartbeat=0.1))
+    job = bascule.Job(name="logged", coordinator=server.address, heartbeat=0.1)
+    layout = bascule.Layout.from_arrays({"w": np.zeros(4, np.float32)})
+    with bascule.WeightSender.connect(job, layout=layout):
+        server.stop()
+        end = time.monotonic() + 20
+        while "does not answer" not in caplog.text and time.monotonic() < end:
+            time.sleep(0.02)
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert any(
+        level == "WARNING" and line.startswith("trainer 0: the coordinator does not answer")
+        for level, line in lines
+    )
+    assert any(
+        level == "INFO" and line.startswith("coordinator: trainer 0 joined")
+        for level, line in lines
+    )
