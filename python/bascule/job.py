@@ -30,7 +30,8 @@ class Job:
     heartbeat
         Seconds between heartbeats; a rank that is silent for six of them is gone.
     socket_directory
-        Where the sockets of shared memory lie; empty for abstract names.
+        Where the sockets of shared memory lie; empty for abstract names. What a killed process left
+        there is removed by the next one that connects.
     """
 
     name: str

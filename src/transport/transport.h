@@ -142,7 +142,8 @@ class Transport {
 
 // Shared memory of one host: sealed memfd regions passed over Unix sockets. `directory` empty:
 // abstract socket names, which are seen within one network namespace; else sockets are files there
-// (mode 0600, removed at the end), for containers that mount one volume.
+// (mode 0600, removed at the end; those of a killed process by the next Listen in that folder), for
+// containers that mount one volume.
 // Allocate takes all pages at once, so that a full memory is an error and no later SIGBUS; the
 // pages lie on the NUMA node of the thread that calls it. Export hands out the buffer's own
 // descriptor: whoever else has it could still shrink the file, which a sealed region rules out.

@@ -1,11 +1,19 @@
 // The shm transport between real processes, including ones that die or stop.
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
 
 #include <atomic>
 #include <cstring>
+#include <ctime>
+#include <fstream>
+#include <set>
 #include <thread>
 
+#include "base/unix_fd.h"
 #include "tests/transport/child_process.h"
 #include "tests/transport/networks.h"
 #include "tests/transport/process_info.h"
@@ -395,6 +403,80 @@ TEST_F(ShmProcesses, SocketFilesAreForTheOwnerAndGoAway) {
   EXPECT_EQ(status.code(), Code::kInvalidArgument) << status.ToString();
   auto deep = MakeShmTransport(Identity(11, "trainer 0"), {"/" + std::string(200, 'd')});
   EXPECT_EQ((*deep)->Listen(&handler).status().code(), Code::kInvalidArgument);
+}
+
+std::set<std::string> FilesIn(const std::string& folder) {
+  std::set<std::string> files;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    files.insert(entry.path().filename().string());
+  }
+  return files;
+}
+
+// Makes a file look like one of an hour ago.
+void Backdate(const std::string& path) {
+  const timespec times[2] = {{::time(nullptr) - 3600, 0}, {::time(nullptr) - 3600, 0}};
+  EXPECT_EQ(::utimensat(AT_FDCWD, path.c_str(), times, AT_SYMLINK_NOFOLLOW), 0);
+}
+
+void LeaveSocket(const std::string& path) {
+  const UnixFd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  path.copy(address.sun_path, sizeof(address.sun_path) - 1);
+  EXPECT_EQ(::bind(socket.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+}
+
+TEST_F(ShmProcesses, ListeningRemovesFilesOfTheDeadAndNoOthers) {
+  TempFolder folder;
+  auto listen = [&folder](Pipe& pipe) {
+    TestHandler handler;
+    auto transport = MakeShmTransport(Identity(11, "trainer 0"), {folder.path()});
+    auto address = (*transport)->Listen(&handler);
+    pipe.Say(address.ok() ? *address : "none");
+    pipe.WaitForEnd();
+    return 0;
+  };
+  ChildProcess stopped(listen);
+  stopped.pipe().Hear();
+  const std::string live = *FilesIn(folder.path()).begin();
+  stopped.Stop();
+  std::string dead;
+  {
+    ChildProcess killed(listen);
+    killed.pipe().Hear();
+    for (const std::string& file : FilesIn(folder.path())) {
+      if (file != live) dead = file;
+    }
+    killed.Signal(SIGKILL);
+    killed.Wait();
+  }
+  std::set<std::string> others = {live};
+  auto leave = [&](const std::string& name) {
+    LeaveSocket(folder.path() + "/" + name);
+    others.insert(name);
+  };
+  const size_t mark = dead.rfind('-') + 1;
+  std::string name = dead;
+  name[mark] = name[mark] == 'a' ? 'b' : 'a';
+  leave(name);  // of another boot or host
+  leave("other-" + dead.substr(8));
+  leave("bascule.sock");
+  name = dead;
+  name[mark + 9] = name[mark + 9] == 'a' ? 'b' : 'a';
+  std::ofstream(folder.path() + "/" + name) << "a file";
+  others.insert(name);
+  for (const std::string& file : FilesIn(folder.path())) Backdate(folder.path() + "/" + file);
+  name[mark + 9] = name[mark + 9] == 'c' ? 'd' : 'c';
+  leave(name);  // young: it may be about to listen
+
+  TestHandler handler;
+  auto server = MakeShmTransport(Identity(12, "trainer 1"), {folder.path()});
+  auto address = (*server)->Listen(&handler);
+  ASSERT_TRUE(address.ok());
+  others.insert(std::filesystem::path(*address).filename().string());
+  EXPECT_EQ(FilesIn(folder.path()), others);
+  stopped.Signal(SIGCONT);
 }
 
 TEST_F(ShmProcesses, AnIdleTransportUsesNoCpu) {

@@ -12,6 +12,7 @@
 #include "base/random.h"
 #include "transport/shm/server_connection.h"
 #include "transport/shm/socket.h"
+#include "transport/shm/stale_sockets.h"
 
 namespace bascule::shm {
 namespace {
@@ -42,6 +43,7 @@ Result<std::shared_ptr<Server>> Server::Start(const TransportIdentity& identity,
   server->handler_ = handler;
   BASCULE_ASSIGN_OR_RETURN(server->pool_, WorkerPool::Start(limits.handler_threads));
   server->spare_ = OpenSpare();
+  if (!options.directory.empty()) RemoveStaleSockets(options.directory);
   std::string address = MakeAddress(identity.job, options.directory);
   BASCULE_ASSIGN_OR_RETURN(server->listener_, ListenOn(address, SOMAXCONN));
   server->address_ = address;

@@ -14,8 +14,8 @@
 #include <cstring>
 #include <thread>
 
-#include "base/random.h"
 #include "transport/shm/memory_map.h"
+#include "transport/shm/stale_sockets.h"
 
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77
@@ -132,7 +132,7 @@ std::string MakeAddress(std::string_view job, const std::string& directory) {
   std::string safe;
   for (char c : job.substr(0, 24))
     safe += (std::isalnum(static_cast<unsigned char>(c)) != 0) ? c : '-';
-  std::string name = fmt::format("bascule-{}-{}", safe, RandomHex(16));
+  std::string name = MakeSocketName("bascule-" + safe);
   return directory.empty() ? fmt::format("{}@{}", kScheme, name)
                            : fmt::format("{}{}/{}.sock", kScheme, directory, name);
 }
