@@ -164,8 +164,9 @@ enum class Side : uint8_t { kSource, kDestination };
 
 // Checks one rank's layout by itself: names unique, aliases with a target, shapes legal, boxes
 // inside their tensors, bindings inside their buffers, dtypes as the side needs them, the boxes
-// those of `world` where one is set. A source must bind each element once; a destination may bind a box twice (one need,
-// two landings). Data pointers are not looked at. InvalidArgument names the tensor and the remedy.
+// those of `world` where one is set. A source must bind each element once; a destination may bind a
+// box twice (one need, two landings). Data pointers are not looked at. InvalidArgument names the
+// tensor and the remedy.
 [[nodiscard]] Status ValidateLayout(const Layout& layout, Side side = Side::kSource);
 
 // Checks that bindings and padding fill every byte of every buffer exactly once, and that buffers
