@@ -28,7 +28,7 @@ DEFINES := BASCULE_BUILD_TESTS=ON BASCULE_BUILD_BENCH=ON BASCULE_BUILD_PYTHON=ON
 CXX_FOLDERS := $(wildcard include src tests bench python examples fuzz)
 CXX_FILES = $(shell find $(CXX_FOLDERS) -name '*.cc' -o -name '*.h')
 TIDY_FILES = $(shell find src -name '*.cc')
-PYTHON_FOLDERS = $(wildcard python tests/python examples bench tools/lock)
+PYTHON_FOLDERS = $(wildcard python tests/python examples bench tools/lock tools/docs)
 
 # The kernel may place a program where the thread sanitizers of gcc 12-13 and clang 14 have their
 # shadow memory; setarch -R keeps it from doing so, where the container lets it.
@@ -74,6 +74,12 @@ format: ## Rewrite the sources as lint wants them
 	clang-format -i $(CXX_FILES)
 	ruff check --fix-only $(PYTHON_FOLDERS)
 	ruff format $(PYTHON_FOLDERS)
+
+.PHONY: docs
+docs: ## Build the API reference into build/docs
+	@tools/setup build torch docs
+	@$(MAKE) install
+	@.venv/bin/python tools/docs build/docs
 
 # FUZZ_SECONDS for each fuzzer, JOBS at a time, from the seeds and what earlier runs found.
 FUZZ_SECONDS ?= 60

@@ -43,8 +43,9 @@ enum class DType : uint8_t {
   return 0;
 }
 
-// The safetensors name ("F32", "BF16", ...), and back. Unknown names give nullopt.
+// The safetensors name ("F32", "BF16", ...).
 [[nodiscard]] std::string_view DTypeName(DType dtype);
+// The dtype of such a name; nullopt where there is none.
 [[nodiscard]] std::optional<DType> DTypeFromName(std::string_view name);
 
 // True where every value of `from` is a value of `to` (bf16 -> fp32, fp16 -> fp32, x -> x).

@@ -18,6 +18,7 @@
 #pragma GCC visibility push(default)
 namespace bascule {
 
+// Of a logical tensor.
 inline constexpr int kMaxDims = 8;
 
 // Half-open [begin, end), in elements. Empty when begin >= end.
@@ -86,6 +87,7 @@ struct LogicalTensor {
   friend bool operator==(const LogicalTensor&, const LogicalTensor&) = default;
 };
 
+// What kind of memory a buffer is.
 enum class MemoryKind : uint8_t {
   kHost = 0,    // any CPU memory
   kShared = 1,  // CPU memory whose pages are those of `fd`, so that peers on the node can map it

@@ -7,6 +7,7 @@
 
 namespace bascule {
 
+// How much a line matters.
 enum class LogLevel : uint8_t { kDebug = 0, kInfo, kWarning, kError };
 
 // One line, without line end. Called from the caller's and the library's threads, several at once,

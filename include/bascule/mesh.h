@@ -53,6 +53,7 @@ struct Placement {
   int64_t padded = 0;         // kShard: the extent that is cut; 0: the tensor's own
   std::vector<uint32_t> at;   // kAt: the coordinates that hold the tensor
 };
+// Each rank holds all.
 [[nodiscard]] Placement Replicate();
 // torch.chunk: parts of ceil(extent / ranks); the last ranks have less or nothing.
 [[nodiscard]] Placement Shard(int dim);
@@ -68,10 +69,12 @@ struct Placement {
 // to the right: the extent is cut in `split_factor` chunks, each of them by rank, and a rank's
 // parts are joined.
 [[nodiscard]] Placement StridedShard(int dim, uint32_t split_factor);
-// Only ranks with this coordinate (one of these) hold the tensor: experts, pipeline stages.
+// Only ranks with this coordinate hold the tensor: experts, pipeline stages.
 [[nodiscard]] Placement At(uint32_t coordinate);
+// The same with several coordinates.
 [[nodiscard]] Placement AtAny(std::vector<uint32_t> coordinates);
 
+// A placement and the axis that it is of.
 struct AxisPlacement {
   std::string axis;
   Placement placement;
@@ -107,6 +110,7 @@ class Block {
 
   // What the block is made of; for builders and tools.
   enum class Kind : uint8_t { kTensor, kConcat, kStack, kInterleave, kTranspose, kPad };
+  // What Slice picks of one dimension.
   struct SliceSpec {
     int dim = 0;
     int64_t begin = 0;
@@ -158,6 +162,7 @@ struct FlatTensor {
   Placements placements = {};  // over other axes: the flat tensor is then that rank's part
   int64_t start = -1;          // element in the buffer; -1: right after the tensor before
 };
+// The buffer, and how ranks cut it.
 struct FlatBuffer {
   std::vector<FlatTensor> tensors;
   std::vector<std::string> axes;

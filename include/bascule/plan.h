@@ -81,6 +81,7 @@ class PlanPreview {
   [[nodiscard]] virtual Bound ComputeBound(const Rates& rates) const = 0;
 };
 
+// Of the rank at these coordinates of a world.
 [[nodiscard]] RankMemory MemoryOf(const WorldTemplate& world,
                                   const std::vector<uint32_t>& coordinates);
 

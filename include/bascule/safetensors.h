@@ -22,12 +22,14 @@ namespace bascule {
 // Headers beyond this are refused, as by the reference implementation. Bytes.
 inline constexpr uint64_t kMaxSafetensorsHeader = 100'000'000;
 
+// A tensor of a file, and where its data lies.
 struct SafetensorsTensor {
   LogicalTensor tensor;
   uint64_t begin = 0;  // bytes from the start of the data
   uint64_t end = 0;
 };
 
+// What a file says of itself.
 struct SafetensorsHeader {
   std::vector<SafetensorsTensor> tensors;  // by begin, then name
   std::map<std::string, std::string> metadata;

@@ -34,6 +34,7 @@ struct VersionId {
   friend auto operator<=>(const VersionId&, const VersionId&) = default;
 };
 
+// What names a job and its coordinator; equal on all ranks but for `coordinator`.
 struct JobOptions {
   std::string name;         // of the job; ranks of another job are refused
   std::string coordinator;  // "host:port", or kHostHere
@@ -54,6 +55,7 @@ enum class ArenaMode : uint8_t { kAuto, kDevice, kHost, kDirect };
 // Where staged bytes live until commit.
 enum class ShadowMode : uint8_t { kAuto, kDevice, kHost, kNone };
 
+// Of one trainer rank.
 struct TrainerOptions {
   uint32_t rank = 0;
   uint32_t world_size = 1;
@@ -63,6 +65,7 @@ struct TrainerOptions {
   bool digest = true;          // false only to measure its cost: nothing is proved then
 };
 
+// Of one rollout rank.
 struct RolloutOptions {
   std::string engine;       // ranks of one engine switch together
   uint32_t rank = 0;        // in the engine
@@ -83,6 +86,7 @@ struct Phases {
   int64_t stall = 0;  // time in which this rank could neither train nor generate
 };
 
+// What one peer sent.
 struct LinkReport {
   std::string peer;       // "trainer 3"
   std::string transport;  // "shm"
@@ -90,6 +94,7 @@ struct LinkReport {
   uint64_t bytes = 0;
 };
 
+// One publication or update on one rank.
 struct Report {
   VersionId id;
   Phases phases;
@@ -107,6 +112,7 @@ struct Report {
   uint64_t peer_messages = 0;
 };
 
+// What became of a version (docs/protocol.md).
 enum class PublicationState : uint8_t { kOpen, kAvailable, kAborted, kRetired, kUnknown };
 
 // A published version as its source sees it. Copyable handle; outlives nothing: calls after the
@@ -150,6 +156,7 @@ class WeightSender {
   [[nodiscard]] virtual Status Close(Deadline deadline) = 0;
 };
 
+// Where a rollout rank is in an update (docs/protocol.md).
 enum class ReceiverState : uint8_t {
   kIdle,
   kStaging,
@@ -160,6 +167,7 @@ enum class ReceiverState : uint8_t {
   kCommitting,
   kPoisoned,
 };
+// "IDLE" and so on. Never null.
 [[nodiscard]] const char* ReceiverStateName(ReceiverState state);
 
 // One update of one engine as a rank of it sees it. Steps may be called apart, by the framework's
@@ -181,8 +189,9 @@ class Update {
   // deadline passes first. Other ranks learn the outcome. OK: commit was recorded. kNotDecided:
   // abort was recorded. kInDoubt: neither can be learned; not servable until it is.
   [[nodiscard]] virtual Status Decide(Deadline deadline) = 0;
-  // Decide (unless decided), then switch this rank's live weights to the version. The engine must
-  // be paused. OK: the rank serves the version. kPoisoned: see WeightReceiver.
+  // Decide (unless decided), which waits for every rank to have staged, then switch this rank's
+  // live weights to the version. The engine must be paused. OK: the rank serves the version.
+  // kPoisoned: see WeightReceiver.
   [[nodiscard]] virtual Status Commit(Deadline deadline) = 0;
   // Gives the update up before it is decided.
   [[nodiscard]] virtual Status Abort(Deadline deadline) = 0;

@@ -10,6 +10,7 @@
 #pragma GCC visibility push(default)
 namespace bascule {
 
+// What kind of error, if any; Python has an exception for each.
 enum class Code : uint8_t {
   kOk = 0,
   kInvalidArgument,    // the caller's input is wrong; the message says how

@@ -22,6 +22,7 @@
 #pragma GCC visibility push(default)
 namespace bascule {
 
+// Which rank of the job.
 struct RankName {
   std::string engine;  // empty: a trainer
   uint32_t rank = 0;
@@ -30,6 +31,7 @@ struct RankName {
 // "trainer:3" or "e0:1"; also as ToString writes them. kInvalidArgument says so.
 [[nodiscard]] Result<RankName> ParseRankName(std::string_view text);
 
+// What was compared, and what differs.
 struct Comparison {
   VersionId version;
   uint64_t tensors = 0;   // compared, in whole or in part
@@ -43,6 +45,7 @@ struct Comparison {
   [[nodiscard]] bool equal() const { return different.empty() && elements > 0; }
 };
 
+// How to compare.
 struct CompareOptions {
   // Compare as values rounded to this dtype; else in the dtype that crosses: the narrower one.
   std::optional<DType> dtype;

@@ -75,8 +75,9 @@ class Update:
     def ready(self, *, timeout: float = 30.0) -> bool:
         """Ask whether every rank of the engine has staged the version.
 
-        Numbered: the k-th call on each rank gives one answer, so ranks may branch on it. A rank
-        that is early waits.
+        For ranks that step together, with as many calls on each: the k-th call of an update gives
+        one answer on every rank, so that all may branch on it. A rank that is early waits. Ranks
+        that do not step together leave it out and call `commit` after `wait_staged`.
 
         Parameters
         ----------
@@ -108,8 +109,9 @@ class Update:
     def commit(self, *, timeout: float = 30.0) -> None:
         """Decide, unless decided, and switch this rank's live weights to the version.
 
-        The engine must be paused. Ctrl-C is seen at once while the decision is awaited, and not
-        before the end of the switch itself.
+        The engine must be paused. The decision waits until every rank of the engine has staged the
+        version, so `ready` need not have been asked. Ctrl-C is seen at once while the decision is
+        awaited, and not before the end of the switch itself.
 
         Parameters
         ----------
@@ -226,8 +228,9 @@ class WeightReceiver:
     def poll(self, *, timeout: float = 30.0) -> Update | None:
         """Return the newest available version that some rank of the engine does not serve.
 
-        Numbered: the k-th call on each rank of the engine gives one answer; a rank that is early
-        waits. It does not wait for a version to be published.
+        Rank 0 asks; the k-th call on each rank gives one answer, so that ranks which step together
+        may branch on it. A rank that is early waits; one that fell behind passes over offers that
+        were given up. It does not wait for a version to be published.
 
         Parameters
         ----------
