@@ -29,8 +29,8 @@ def register(session: _Closable) -> None:
     if not _registered:
         _registered = True
         atexit.register(_close_all)
-        _logging.pass_on()
         os.register_at_fork(after_in_child=_forget_all)
+    _logging.pass_on()
     _sessions.add(session)
 
 
@@ -39,6 +39,7 @@ def _close_all() -> None:
     for session in list(_sessions):
         with contextlib.suppress(Exception):
             session.close(timeout=max(0.1, end - time.monotonic()))
+    _logging.flush()
     _bascule.wait_abandoned(timeout=max(0.1, end - time.monotonic()))
     _bascule.park_threads()
 

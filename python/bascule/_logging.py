@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 from typing import Any, Protocol
 
 from bascule import _bascule
 from bascule.report import Report, VersionId
 
-__all__ = ["SessionLog", "logger", "pass_on"]
+__all__ = ["SessionLog", "flush", "logger", "pass_on"]
 
 logger = logging.getLogger("bascule")
 logger.addHandler(logging.NullHandler())
@@ -24,16 +25,48 @@ logger.addHandler(logging.NullHandler())
 _LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
 
 
+# How the core begins a line.
+_TRAINER = re.compile(r"trainer (\d+): ")
+_ROLLOUT = re.compile(r"engine (.+?) rank (\d+): ")
+
+_thread: threading.Thread | None = None
+_thread_lock = threading.Lock()
+
+
 def pass_on() -> None:
-    """Start the thread that passes lines of the core on to the logger. Once a process."""
-    threading.Thread(target=_pass_on, name="bascule-log", daemon=True).start()
+    """Start to pass lines of the core on to the logger, where no thread does so yet.
+
+    The core's own threads never enter Python. At exit the thread is left to itself: it waits in the
+    core, out of which no thread comes back then.
+    """
+    global _thread
+    with _thread_lock:
+        if _thread is None or not _thread.is_alive():  # it does not live on in a forked child
+            _thread = threading.Thread(target=_pass_on_for_ever, name="bascule-log", daemon=True)
+            _thread.start()
 
 
-def _pass_on() -> None:
+def _pass_on_for_ever() -> None:
     while True:
-        for level, text in _bascule.take_logs(timeout=3600.0):
-            with contextlib.suppress(Exception):
-                logger.log(_LEVELS[level], "%s", text)
+        flush(timeout=3600.0)
+
+
+def flush(timeout: float = 0.0) -> None:
+    """Pass on the lines that the core has.
+
+    Parameters
+    ----------
+    timeout
+        Seconds to wait for one.
+    """
+    for level, text in _bascule.take_logs(timeout):
+        fields: dict[str, Any] = {"rank": None, "engine": None}
+        if match := _TRAINER.match(text):
+            fields["rank"] = int(match[1])
+        elif match := _ROLLOUT.match(text):
+            fields = {"rank": int(match[2]), "engine": match[1]}
+        with contextlib.suppress(Exception):
+            logger.log(_LEVELS[level], "%s", text, extra=fields)
 
 
 class _Version(Protocol):

@@ -244,6 +244,11 @@ def test_a_hook_that_raises_poisons_until_the_next_commit(shadowed: World) -> No
     assert isinstance(error, bascule.Poisoned)
     assert isinstance(error.__cause__, RuntimeError)
     assert "no cache for 1" in error.message
+    with pytest.raises(bascule.Poisoned, match="no cache for 1") as caught:
+        shadowed.receivers[1].check_servable()
+    for told in (error, caught.value):
+        assert "[" not in told.message  # of the fields, which are printed behind it
+        assert str(told).count("[rank 1]") == 1
     assert shadowed.receivers[1].state is bascule.ReceiverState.POISONED
     assert shadowed.receivers[1].serving is None
     assert not shadowed.receivers[1].servable
@@ -299,6 +304,27 @@ def test_audit_on_demand_names_the_tensor(shadowed: World) -> None:
     assert caught.value.tensor == "k"
     shadowed.fused[0][5, 3] ^= 1
     shadowed.receivers[0].audit()
+
+
+def test_audit_on_demand_names_the_buffer_whose_padding_was_written() -> None:
+    memory = {name: np.zeros((4, 8), np.float32) for name in ("a", "b")}
+    job = bascule.Job(name="padding")
+    layout = bascule.Layout.from_arrays({name: np.ones((4, 5), np.float32) for name in memory})
+    with bascule.WeightSender.connect(job, layout=layout) as sender:
+        job = dataclasses.replace(job, coordinator=sender.coordinator)
+        layout = bascule.Layout.from_arrays({name: array[:, :5] for name, array in memory.items()})
+        with bascule.WeightReceiver.connect(job, engine="e", layout=layout) as receiver:
+            sender.publish(1).wait()
+            update = receiver.poll()
+            assert update is not None
+            update.stage()
+            update.wait_staged()
+            update.commit()
+            receiver.audit()
+            memory["b"][2, 6] = 1
+            with pytest.raises(bascule.DataLoss, match="bytes of buffer 'b'.* UpdateLayout"):
+                receiver.audit()
+            receiver.update_layout(layout)
 
 
 def test_update_layout(shadowed: World) -> None:
@@ -631,6 +657,8 @@ def test_what_happens_in_the_background_is_logged(caplog: pytest.LogCaptureFixtu
         level == "WARNING" and line.startswith("trainer 0: the coordinator does not answer")
         for level, line in lines
     )
+    warning = next(record for record in caplog.records if record.levelname == "WARNING")
+    assert (warning.rank, warning.engine) == (0, None)  # type: ignore[attr-defined]
     assert any(
         level == "INFO" and line.startswith("coordinator: trainer 0 joined")
         for level, line in lines
