@@ -137,8 +137,9 @@ struct ReceiverShared {
     if (status.code() != Code::kPoisoned) return status;
     std::lock_guard lock(mutex);
     if (why_poisoned.ok()) return status;
-    return Status(Code::kPoisoned, status.message() + "; cause: " + why_poisoned.ToString())
+    return Status(Code::kPoisoned, status.message() + "; cause: " + why_poisoned.message())
         .WithRank(static_cast<int>(options.rank))
+        .WithPeer(why_poisoned.peer())
         .WithTensor(why_poisoned.tensor());
   }
   void CancelStaging() {
@@ -391,7 +392,8 @@ Status UpdateImpl::Decide(Deadline deadline) {
                                   Deadline::In(milliseconds(500)).Earlier(deadline));
     return Tag(Status(Code::kNotDecided,
                       why.ok() ? "this rank has not staged the version; call Stage first"
-                               : "this rank could not stage the version: " + why.ToString())
+                               : "this rank could not stage the version: " + why.message())
+                   .WithRank(why.rank())
                    .WithTensor(why.tensor())
                    .WithPeer(why.peer()));
   }
@@ -434,9 +436,10 @@ Status UpdateImpl::Commit(Deadline deadline) {
   }
   shared_->agent->BeatSoon();
   if (!status.ok()) {
-    return Tag(Status(Code::kPoisoned, "the switch failed: " + status.ToString() +
+    return Tag(Status(Code::kPoisoned, "the switch failed: " + status.message() +
                                            "; this rank is not servable until a version is staged "
                                            "and committed")
+                   .WithRank(status.rank())
                    .WithTensor(status.tensor())
                    .WithPeer(status.peer()));
   }

@@ -322,7 +322,7 @@ def test_audit_on_demand_names_the_buffer_whose_padding_was_written() -> None:
             update.commit()
             receiver.audit()
             memory["b"][2, 6] = 1
-            with pytest.raises(bascule.DataLoss, match="bytes of buffer 'b'.* UpdateLayout"):
+            with pytest.raises(bascule.DataLoss, match=r"bytes of buffer 'b'.* update the layout"):
                 receiver.audit()
             receiver.update_layout(layout)
 
