@@ -474,17 +474,18 @@ std::string LayerOf(std::string_view tensor_name) {
   return std::string(begin == 0 ? tensor_name : tensor_name.substr(0, begin - 1));
 }
 
-uint64_t SumPadding(const Layout& layout) {
-  uint64_t sum = 0;
+std::vector<uint64_t> SumPadding(const Layout& layout) {
+  std::vector<uint64_t> sums(layout.buffers.size());
   for (const Padding& padding : layout.padding) {
     const std::byte* data = layout.buffers[padding.buffer].data;
     for (uint64_t i = 0; i < padding.count; ++i) {
       const uint64_t offset = padding.offset + i * padding.stride;
-      sum += DigestRun(data + offset, static_cast<int64_t>(offset),
-                       static_cast<int64_t>(padding.bytes), 1, Mix64(padding.buffer + 1));
+      sums[padding.buffer] +=
+          DigestRun(data + offset, static_cast<int64_t>(offset),
+                    static_cast<int64_t>(padding.bytes), 1, Mix64(padding.buffer + 1));
     }
   }
-  return sum;
+  return sums;
 }
 
 }  // namespace bascule

@@ -58,7 +58,8 @@ struct StridedBox {
   return (Mix64(tensor_key) + version) % 16 == 0;
 }
 
-// Sum of the bytes that padding covers, for "a commit never changes padding". Host memory only.
-[[nodiscard]] uint64_t SumPadding(const Layout& layout);
+// Sum of the bytes that padding covers in each buffer, for "a commit never changes padding". Host
+// memory only.
+[[nodiscard]] std::vector<uint64_t> SumPadding(const Layout& layout);
 
 }  // namespace bascule

@@ -52,7 +52,7 @@ Status Lander::Allocate() {
   if (!options_.in_place) {
     BASCULE_ASSIGN_OR_RETURN(shadow_, transport_->Allocate(std::max(bytes, kAlign), "shadow"));
   }
-  padding_sum_ = SumPadding(layout_);
+  padding_sums_ = SumPadding(layout_);
   transforms_ = std::any_of(layout_.bindings.begin(), layout_.bindings.end(),
                             [](const Binding& b) { return b.function != LandingFunction::kNone; });
   return Status::Ok();
@@ -419,7 +419,6 @@ Status Lander::Land(VersionId id, const std::function<bool()>& cancelled, Deadli
   landed_ = {};
   landed_.id = id;
   landed_.first = !plan_->proved;
-  landed_.padding = padding_sum_;
   if (!digest) return Status::Ok();
   const int64_t verify_start = NowNs();
   BASCULE_RETURN_IF_ERROR(CheckChunks(id, sums, deadline));
@@ -624,8 +623,15 @@ Result<AuditRows> Lander::TransformedRows(const std::vector<Memory>& targets,
 
 Status Lander::AuditLive(const std::function<bool()>& cancelled) {
   if (!plan_ || live_.tensors.empty()) return Status::Ok();
-  if (SumPadding(layout_) != live_.padding) {
-    return Loss("bytes that no tensor covers (padding) have changed since connect", "", "");
+  const std::vector<uint64_t> padding = SumPadding(layout_);
+  const auto [changed, was] = std::ranges::mismatch(padding, padding_sums_);
+  if (changed != padding.end()) {
+    const auto& name = layout_.buffers[static_cast<size_t>(changed - padding.begin())].name;
+    return Loss(fmt::format("bytes of buffer '{}' that no tensor covers (padding) have changed "
+                            "since the layout was given; find what writes there, bind a tensor to "
+                            "them, or update the layout, which takes them as they are",
+                            name),
+                "", "");
   }
   BASCULE_ASSIGN_OR_RETURN(AuditRows transformed, TransformedRows(LiveTargets(), cancelled));
   BASCULE_RETURN_IF_ERROR(

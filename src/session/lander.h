@@ -31,7 +31,6 @@ struct LandedVersion {
   AuditRows trainers;
   AuditRows transformed;  // what landing functions made, where it landed
   bool first = false;     // the first version under its plan: audited before COMMITTED
-  uint64_t padding = 0;   // sum of padding bytes at connect
 };
 
 class Lander {
@@ -159,8 +158,8 @@ class Lander {
   std::shared_ptr<SharedRegion> shadow_;
   std::vector<uint64_t> shadow_offset_;  // per buffer
   CopyProgram commit_;
-  uint64_t padding_sum_ = 0;
-  bool transforms_ = false;  // some binding has a landing function
+  std::vector<uint64_t> padding_sums_;  // per buffer, as Allocate found them
+  bool transforms_ = false;             // some binding has a landing function
   std::unique_ptr<LandingPlan> plan_;
   std::map<uint64_t, std::shared_ptr<Peer>> peers_;  // by incarnation
   CpuExecutor executor_;

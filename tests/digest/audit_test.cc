@@ -450,7 +450,7 @@ TEST(SumPadding, SeesEveryPaddingByteAndNoOther) {
   Layout layout;
   layout.buffers = {{"b", bytes.data(), bytes.size()}};
   layout.padding = {{0, 8, 4, 3, 16}, {0, 60, 4, 1, 0}};
-  const uint64_t before = SumPadding(layout);
+  const std::vector<uint64_t> before = SumPadding(layout);
   const std::set<size_t> padded{8, 9, 10, 11, 24, 25, 26, 27, 40, 41, 42, 43, 60, 61, 62, 63};
   for (size_t i = 0; i < bytes.size(); ++i) {
     bytes[i] ^= std::byte{1};
@@ -459,9 +459,17 @@ TEST(SumPadding, SeesEveryPaddingByteAndNoOther) {
   }
   std::swap(bytes[8], bytes[9]);
   bytes[8] = std::byte{1};
-  const uint64_t one = SumPadding(layout);
+  const std::vector<uint64_t> one = SumPadding(layout);
   std::swap(bytes[8], bytes[24]);
   EXPECT_NE(SumPadding(layout), one);
+  // Buffers apart.
+  std::vector<std::byte> other(8);
+  layout.buffers.push_back({"other", other.data(), other.size()});
+  layout.padding.push_back({1, 4, 4, 1, 0});
+  const std::vector<uint64_t> two = SumPadding(layout);
+  other[5] = std::byte{7};
+  EXPECT_EQ(SumPadding(layout)[0], two[0]);
+  EXPECT_NE(SumPadding(layout)[1], two[1]);
 }
 
 }  // namespace
