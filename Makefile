@@ -113,7 +113,10 @@ tsan: ## ... under the thread sanitizer alone (the layers that have threads)
 bench: ## Measure: every number beside the bound of this machine
 	@tools/setup build
 	@$(MAKE) build
-	@for bench in $(BENCHES); do echo "==> $(RELEASE)/bench/$$bench"; $(RELEASE)/bench/$$bench; done
+	@missed=; for bench in $(BENCHES); do \
+	  echo "==> $(RELEASE)/bench/$$bench"; $(RELEASE)/bench/$$bench || missed+=" $$bench"; \
+	done; \
+	[ -z "$$missed" ] || { echo "failed, or missed a target:$$missed"; exit 1; }
 
 .PHONY: configure
 configure:
