@@ -1,13 +1,16 @@
-"""What the tests share: an independent reader of layouts."""
+"""What the tests share: an independent reader of layouts, and jobs of real processes."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from jobs.harness import Job, StartJob, Zygote
 
 import bascule
 from bascule.layout import DType
@@ -58,3 +61,21 @@ def read_layout() -> ReadLayout:
         return tensors
 
     return read
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """Makes the processes of jobs."""
+    made = Zygote()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(zygote: Zygote, tmp_path: Path) -> StartJob:
+    """Make a job, see `jobs.harness.Job`, that ends with its ``with``."""
+
+    def make(**options: Any) -> Job:
+        return Job(zygote, tmp_path, **options)
+
+    return make

@@ -1,0 +1,1 @@
+"""Jobs of real processes, for tests of faults: see `jobs.harness`."""
