@@ -38,8 +38,7 @@ def check(version: int) -> None:
     """Compare the live weights with what was sent, cut by numpy."""
 
     def part(name: str, axis: int = 0) -> npt.NDArray[np.float32]:
-        parts: list[npt.NDArray[np.float32]] = np.split(values(name, version), options.ranks, axis)
-        return parts[options.rank]
+        return np.split(values(name, version), options.ranks, axis)[int(options.rank)]
 
     qkv = np.concatenate([part("q"), part("k"), part("v")])
     sent = {"embed": part("embed"), "qkv": qkv, "o": part("o", 1), "norm": values("norm", version)}
