@@ -195,15 +195,14 @@ Result<std::string> EngineChannel::HandleLeader(const std::string& method,
     const uint64_t index = in.U64();
     if (!in.done()) return Malformed();
     bool lost = false;
-    std::optional<DeciderCore::NumberedReady> answer;
+    std::optional<bool> answer;
     changed_.wait_until(lock, slice.at(), [&] {
-      answer = decider_->ReadyFrom(key, index, &lost);
+      answer = decider_->ReadyAt(key, index, &lost);
       return answer.has_value() || lost;
     });
     Numbered kind = answer ? Numbered::kAnswer : lost ? Numbered::kLost : Numbered::kNotYet;
     out.U8(static_cast<uint8_t>(kind));
-    out.U64(answer ? answer->number : 0);
-    out.U8(answer && answer->answer ? 1 : 0);
+    out.U8(answer.value_or(false) ? 1 : 0);
     return out.Take();
   }
   if (method == "attempt") {
@@ -468,7 +467,6 @@ Result<bool> EngineChannel::Ready(const UpdateKey& key, Deadline deadline) {
     BASCULE_ASSIGN_OR_RETURN(std::string bytes, AskLeader("ready", out.Take(), deadline));
     WireReader in(bytes);
     const auto kind = static_cast<Numbered>(in.U8());
-    const uint64_t number = in.U64();
     const bool answer = in.U8() != 0;
     if (!in.done()) return Malformed();
     if (kind == Numbered::kNotYet) {
@@ -482,7 +480,7 @@ Result<bool> EngineChannel::Ready(const UpdateKey& key, Deadline deadline) {
       return Status(Code::kAborted, "rank 0 knows this update no more; poll again")
           .WithPeer(Name(0));
     }
-    if (ready_key_ == key) next_ready_ = number + 1;
+    if (ready_key_ == key) next_ready_ = index + 1;
     return answer;
   }
 }

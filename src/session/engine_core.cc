@@ -318,16 +318,14 @@ void DeciderCore::RecordReady(const UpdateKey& key, bool answer) {
   if (it != updates_.end()) it->second.ready.Add(answer, std::equal_to<bool>());
 }
 
-std::optional<DeciderCore::NumberedReady> DeciderCore::ReadyFrom(const UpdateKey& key,
-                                                                 uint64_t next, bool* lost) const {
+std::optional<bool> DeciderCore::ReadyAt(const UpdateKey& key, uint64_t index, bool* lost) const {
   auto it = updates_.find(key);
   *lost = it == updates_.end();
-  if (*lost || next >= it->second.ready.count) return std::nullopt;
+  if (*lost || index >= it->second.ready.count) return std::nullopt;
   const auto& [count, runs] = it->second.ready;
-  auto after = runs.upper_bound(next);
-  const bool behind = count - next > kInStep || after == runs.begin();
-  if (behind) return NumberedReady{count - 1, runs.rbegin()->second};
-  return NumberedReady{next, std::prev(after)->second};
+  auto after = runs.upper_bound(index);
+  const bool behind = count - index > kInStep || after == runs.begin();
+  return behind ? runs.rbegin()->second : std::prev(after)->second;
 }
 
 void DeciderCore::Vote(const UpdateKey& key, uint32_t rank, uint64_t incarnation, bool ok,

@@ -157,14 +157,10 @@ class DeciderCore {
   // be, and with `newest`, for a rank that lost count.
   [[nodiscard]] std::optional<NumberedPoll> PollFrom(uint64_t next, bool newest) const;
   // The same for Ready, numbered for each update apart, from 0; null: not made yet, or (`lost` set)
-  // of an update that is known no more.
+  // of an update that is known no more. A rank that is further behind than ranks that step together
+  // can be gets the newest answer; it still has as many calls to make.
   void RecordReady(const UpdateKey& key, bool answer);
-  struct NumberedReady {
-    uint64_t number = 0;
-    bool answer = false;
-  };
-  [[nodiscard]] std::optional<NumberedReady> ReadyFrom(const UpdateKey& key, uint64_t next,
-                                                       bool* lost) const;
+  [[nodiscard]] std::optional<bool> ReadyAt(const UpdateKey& key, uint64_t index, bool* lost) const;
 
   // A rank staged the update, or failed to: then abort is recorded at once.
   void Vote(const UpdateKey& key, uint32_t rank, uint64_t incarnation, bool ok,
