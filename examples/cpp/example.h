@@ -107,12 +107,12 @@ class Options {
   std::map<std::string, std::string> values_;
 };
 
-// The job that both belong to. Its secret is BASCULE_TOKEN; without one, only this host is served.
+// The job that both belong to. Its secret is JOB_TOKEN; without one, only this host is served.
 inline bascule::JobOptions Job(const std::string& coordinator) {
   bascule::JobOptions job;
   job.name = "example";
   job.coordinator = coordinator;
-  if (const char* token = std::getenv("BASCULE_TOKEN")) job.token = token;
+  if (const char* token = std::getenv("JOB_TOKEN")) job.token = token;
   return job;
 }
 

@@ -57,7 +57,7 @@ def update(receiver: bascule.WeightReceiver) -> None:
     newest.commit(timeout=2)
 
 
-token = os.environ.get("BASCULE_TOKEN", "")
+token = os.environ.get("JOB_TOKEN", "")
 job = bascule.Job(name="example", coordinator=options.coordinator, token=token)
 layout = builder.build()
 shown, patience = 0, time.monotonic() + 60

@@ -22,7 +22,7 @@ options = parser.parse_args()
 
 weights = {name: values(name, 0) for name in SHAPES}  # torch tensors do as well
 layout = bascule.Layout.from_arrays(weights, publish_dtype="bf16")
-job = bascule.Job(name="example", token=os.environ.get("BASCULE_TOKEN", ""), listen=options.listen)
+job = bascule.Job(name="example", token=os.environ.get("JOB_TOKEN", ""), listen=options.listen)
 with bascule.WeightSender.connect(job, layout=layout) as sender:
     print(f"coordinator at {sender.coordinator}", flush=True)
     for version in range(1, options.versions + 1):

@@ -125,6 +125,15 @@ Result<std::string> EngineChannel::Handle(const std::string& method, const std::
     changed_.notify_all();
     return out.Take();
   }
+  if (method == "learn") {
+    const UpdateKey key = GetKey(&in);
+    const uint8_t outcome = in.U8();
+    if (!in.done() || outcome > static_cast<uint8_t>(Outcome::kAbort)) return Malformed();
+    std::lock_guard lock(mutex_);
+    (void)core_.LearnFromDecider(key, static_cast<Outcome>(outcome));
+    changed_.notify_all();
+    return std::string();
+  }
   if (method == "status") {
     WireWriter out;
     std::lock_guard lock(mutex_);
@@ -197,9 +206,16 @@ Result<std::string> EngineChannel::HandleLeader(const std::string& method,
     bool lost = false;
     std::optional<bool> answer;
     changed_.wait_until(lock, slice.at(), [&] {
+      // What has ended needs no call of rank 0 any more.
+      const Outcome outcome = decider_->OutcomeOf(key);
+      if (outcome == Outcome::kCommit) answer = true;
+      if (outcome != Outcome::kUndecided) return true;
       answer = decider_->ReadyAt(key, index, &lost);
       return answer.has_value() || lost;
     });
+    if (!answer && !lost && decider_->OutcomeOf(key) == Outcome::kAbort) {
+      return NotDecided(decider_->WhyAborted(key));
+    }
     Numbered kind = answer ? Numbered::kAnswer : lost ? Numbered::kLost : Numbered::kNotYet;
     out.U8(static_cast<uint8_t>(kind));
     out.U8(answer.value_or(false) ? 1 : 0);
@@ -379,8 +395,18 @@ Result<EngineChannel::PollResult> EngineChannel::LeaderPoll(Deadline deadline) {
 
 Result<EngineChannel::PollResult> EngineChannel::Poll(Deadline deadline) {
   if (leads()) return LeaderPoll(deadline);
+  Status absent;
   for (;;) {
-    BASCULE_RETURN_IF_ERROR(EnsureIntroduced(deadline));
+    Status introduced = EnsureIntroduced(deadline);
+    if (introduced.code() == Code::kDeadlineExceeded && !absent.ok()) return absent;
+    // A rank 0 that has not connected yet may do so until the deadline.
+    if (introduced.code() == Code::kUnavailable && !deadline.Passed() && !cancelled_) {
+      absent = std::move(introduced);
+      WaitCore([](const RankCore&) { return false; },
+               deadline.Earlier(Deadline::In(milliseconds(50))));
+      continue;
+    }
+    BASCULE_RETURN_IF_ERROR(std::move(introduced));
     WireWriter out;
     {
       std::lock_guard lock(client_mutex_);
@@ -445,7 +471,10 @@ Result<bool> EngineChannel::Ready(const UpdateKey& key, Deadline deadline) {
       if (reply.ok() && reply->state == VersionState::kAvailable) decider_->SetAvailable(key.id);
     }
     std::lock_guard lock(mutex_);
-    const bool answer = decider_->AllVoted(key) && decider_->available(key);
+    const Outcome outcome = decider_->OutcomeOf(key);
+    if (outcome == Outcome::kAbort) return NotDecided(decider_->WhyAborted(key));
+    const bool answer =
+        outcome == Outcome::kCommit || (decider_->AllVoted(key) && decider_->available(key));
     decider_->RecordReady(key, answer);
     changed_.notify_all();
     return answer;
@@ -741,6 +770,22 @@ Status EngineChannel::Abort(const UpdateKey& key, const std::string& why, Deadli
                               key.id.version, key.id.term));
   }
   return Status::Ok();
+}
+
+void EngineChannel::HandOver(Deadline deadline) {
+  if (!leads()) return;
+  WireWriter out;
+  {
+    std::lock_guard lock(mutex_);
+    const UpdateKey key = core_.key();
+    if (decider_->OutcomeOf(key) != Outcome::kCommit || core_.serving() != key.id) return;
+    PutKey(&out, key);
+    out.U8(static_cast<uint8_t>(Outcome::kCommit));
+  }
+  const std::string request = out.Take();
+  for (uint32_t rank = 1; rank < options_.world_size; ++rank) {
+    (void)AskRank(rank, "learn", request, deadline.Earlier(Deadline::In(kProbe)));
+  }
 }
 
 void EngineChannel::AnnounceServing(Deadline deadline) {

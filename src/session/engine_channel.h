@@ -73,6 +73,9 @@ class EngineChannel {
   [[nodiscard]] Status Abort(const UpdateKey& key, const std::string& why, Deadline deadline);
   // One round of learning the outcome for a rank in doubt.
   void ResolveDoubt(Deadline deadline);
+  // Rank 0 leaves: tells the others of the commit that it has made, which they might have to learn
+  // from it yet.
+  void HandOver(Deadline deadline);
   // Tells the leader what this rank serves now.
   void AnnounceServing(Deadline deadline);
   // Introduces this rank to the leader, if it is there and was not told yet.

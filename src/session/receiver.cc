@@ -712,6 +712,7 @@ Status ReceiverImpl::Close(Deadline deadline) {
   if (!shared_->agent) return Status::Ok();
   if (shared_->agent->forked()) return shared_->agent->Usable();
   shared_->CancelStaging();
+  if (shared_->channel && shared_->connected) shared_->channel->HandOver(deadline);
   if (shared_->channel) shared_->channel->Cancel();
   if (shared_->worker) shared_->worker->Stop();
   Status status = shared_->agent->Close(deadline);
@@ -785,6 +786,13 @@ Result<bool> InPlace(const RolloutOptions& options, const Layout& layout) {
 Status CheckAtConnect(Agent* agent, const RolloutOptions& options, Deadline deadline) {
   BASCULE_ASSIGN_OR_RETURN(Membership membership, agent->directory().Members(deadline));
   if (!membership.complete) return Status::Ok();
+  // Trainers that have left hold nothing: the next ones are to come.
+  const auto live = std::count_if(membership.members.begin(), membership.members.end(),
+                                  [](const MemberInfo& m) { return m.role == Role::kTrainer; });
+  const bool all = std::all_of(
+      membership.members.begin(), membership.members.end(),
+      [live](const MemberInfo& m) { return m.role != Role::kTrainer || m.world_size == live; });
+  if (live == 0 || !all) return Status::Ok();
   auto view = agent->views().Newest(options.engine, deadline);
   // A coordinator that was restarted just now: checked again when a version is landed.
   if (view.status().code() == Code::kUnavailable) return Status::Ok();
@@ -810,6 +818,11 @@ Result<std::unique_ptr<WeightReceiver>> ConnectReceiver(const JobOptions& job,
   BASCULE_RETURN_IF_ERROR(ValidateLayout(layout, Side::kDestination));
   BASCULE_RETURN_IF_ERROR(CheckHostMemory(layout));
   BASCULE_RETURN_IF_ERROR(CheckDestinationCoverage(layout));
+  if (job.coordinator == kHostHere) {
+    return Status(Code::kInvalidArgument,
+                  "a rollout hosts no coordinator: give JobOptions::coordinator, the address that "
+                  "trainer 0 or \"bascule serve\" has");
+  }
   BASCULE_ASSIGN_OR_RETURN(auto world, WorldOf(layout));
   auto shared = std::make_shared<ReceiverShared>();
   shared->options = options;

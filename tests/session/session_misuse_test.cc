@@ -114,6 +114,94 @@ TEST(SessionMisuse, ARankThatMissedPollsIsInStepAtOnce) {
   for (auto& memory : job.rollout_memory) EXPECT_EQ(memory->Wrong(2), 0);
 }
 
+TEST(SessionMisuse, Rank0MayCloseRightAfterItsCommit) {
+  ToyJob job;
+  job.AddTrainers(1);
+  job.AddEngine("e0", 2, 1);
+  job.Publish(1);
+  auto updates = Staged(&job);
+  ASSERT_TRUE(updates[0]->Commit(Soon()).ok());
+  updates.erase(updates.begin());
+  job.receivers.erase(job.receivers.begin());
+  Status committed = updates[0]->Commit(Soon());
+  EXPECT_TRUE(committed.ok()) << committed.ToString();
+  EXPECT_EQ(job.rollout_memory[1]->Wrong(1), 0);
+}
+
+TEST(SessionMisuse, ReadyTellsThatTheUpdateHasEnded) {
+  ToyJob job;
+  job.AddTrainers(1);
+  job.AddEngine("e0", 2, 1);
+  job.Publish(1);
+  auto updates = Staged(&job);
+  ASSERT_TRUE(updates[1]->Abort(Soon()).ok());
+  for (auto& update : updates) {
+    Status ready = update->Ready(Soon()).status();
+    EXPECT_EQ(ready.code(), Code::kNotDecided) << ready.ToString();
+    EXPECT_THAT(ready.message(), HasSubstr("given up by the caller"));
+  }
+  updates = Staged(&job);
+  ASSERT_TRUE(updates[0]->Commit(Soon()).ok());  // without asking
+  auto ready = updates[1]->Ready(Soon());
+  EXPECT_TRUE(ready.ok() && *ready) << ready.status().ToString();
+  ASSERT_TRUE(updates[1]->Commit(Soon()).ok());
+}
+
+TEST(SessionMisuse, APollWaitsForARank0ThatIsYetToConnect) {
+  ToyJob job;
+  job.AddTrainers(1);
+  job.Publish(1);
+  std::vector<std::unique_ptr<RankMemory>> memory;
+  std::vector<std::unique_ptr<WeightReceiver>> receivers(2);
+  for (uint32_t rank : {0U, 1U}) {
+    memory.push_back(std::make_unique<RankMemory>(ToyModel(), rank, 2, 1));
+  }
+  auto connect = [&](uint32_t rank) {
+    auto receiver = WeightReceiver::Connect(
+        job.job, {.engine = "e0", .rank = rank, .world_size = 2}, memory[rank]->layout, Soon());
+    ASSERT_TRUE(receiver.ok()) << receiver.status().ToString();
+    receivers[rank] = std::move(*receiver);
+  };
+  connect(1);
+  EXPECT_EQ(receivers[1]->Poll(Soon(200)).status().code(), Code::kUnavailable);
+  Result<std::shared_ptr<Update>> polled = Status(Code::kInternal, "");
+  std::thread early([&] { polled = receivers[1]->Poll(Soon()); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  connect(0);
+  auto first = receivers[0]->Poll(Soon());
+  early.join();
+  ASSERT_TRUE(first.ok() && *first != nullptr) << first.status().ToString();
+  ASSERT_TRUE(polled.ok() && *polled != nullptr) << polled.status().ToString();
+  EXPECT_EQ((*polled)->id(), (*first)->id());
+}
+
+TEST(SessionMisuse, AnEngineMayConnectBetweenTwoTrainerWorlds) {
+  JobOptions options = ToyJob::NewJob();
+  auto server = CoordinatorServer::Start(options);
+  ASSERT_TRUE(server.ok());
+  ToyJob job;
+  job.job = options;
+  job.job.coordinator = (*server)->address();
+  job.AddTrainers(1);
+  job.senders.clear();
+  job.trainer_memory.clear();
+  job.AddEngine("e0", 1, -1);
+  EXPECT_EQ(*job.receivers[0]->Poll(Soon()), nullptr);
+  job.AddTrainers(1);
+  job.Publish(1);
+  job.Update(1);
+  EXPECT_EQ(job.rollout_memory[0]->Wrong(1), 0);
+}
+
+TEST(SessionMisuse, ARolloutIsToldThatItHostsNoCoordinator) {
+  RankMemory memory(ToyModel(), 0, 1, -1);
+  JobOptions job = ToyJob::NewJob();
+  job.coordinator = kHostHere;
+  Status status = WeightReceiver::Connect(job, {.engine = "e"}, memory.layout, Soon()).status();
+  EXPECT_EQ(status.code(), Code::kInvalidArgument);
+  EXPECT_THAT(status.message(), HasSubstr("give JobOptions::coordinator"));
+}
+
 TEST(SessionMisuse, CommitAndWaitBeforeStageSaySoAndHarmNothing) {
   ToyJob job;
   job.AddTrainers(1);

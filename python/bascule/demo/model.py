@@ -14,6 +14,10 @@ from typing import Any, Protocol
 
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
+
+# Its bars would stand between the rows of the table.
+transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 __all__ = ["PROMPT", "TITLES", "Prepared", "prepare"]
 
