@@ -28,7 +28,7 @@ DEFINES := BASCULE_BUILD_TESTS=ON BASCULE_BUILD_BENCH=ON BASCULE_BUILD_PYTHON=ON
 CXX_FOLDERS := $(wildcard include src tests bench python examples fuzz)
 CXX_FILES = $(shell find $(CXX_FOLDERS) -name '*.cc' -o -name '*.h')
 TIDY_FILES = $(shell find src -name '*.cc')
-PYTHON_FOLDERS = $(wildcard python tests/python examples bench tools/lock tools/docs)
+PYTHON_FOLDERS = $(wildcard python tests/python examples bench tools/lock tools/docs tools/package tools/package/check_wheel tools/package/notices)
 
 # The kernel may place a program where the thread sanitizers of gcc 12-13 and clang 14 have their
 # shadow memory; setarch -R keeps it from doing so, where the container lets it.
@@ -146,6 +146,18 @@ install: extension ## Install the Python package into .venv
 	    $(DEFINES:%=--config-settings cmake.define.%) .; \
 	  mv $$stamp.new $$stamp; \
 	fi
+
+# PYTHONS are the interpreters to make wheels for ("python3.11 python3.12" for all that there are);
+# CHECK_WHEEL has options of tools/package/check_wheel.
+PYTHONS ?= $(PYTHON)
+CHECK_WHEEL ?=
+.PHONY: wheel
+wheel: ## Build a wheel with every foreign library in it, into dist/
+	JOBS=$(JOBS) tools/package/wheel $(PYTHONS)
+
+.PHONY: check-wheel
+check-wheel: wheel ## Install the wheel where nothing else is, and use it beside torch too
+	@for python in $(PYTHONS); do $$python tools/package/check_wheel $(CHECK_WHEEL) dist/*.whl; done
 
 .PHONY: lock
 lock: ## Pin the newest Python packages that requirements/*.in allow

@@ -22,10 +22,10 @@ std::string TextOf(nb::handle exception) {
           ? nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"))
           : nb::object();
   if (bytes.is_valid()) {
-    return {PyBytes_AS_STRING(bytes.ptr()), static_cast<size_t>(PyBytes_GET_SIZE(bytes.ptr()))};
+    return {PyBytes_AsString(bytes.ptr()), static_cast<size_t>(PyBytes_Size(bytes.ptr()))};
   }
   PyErr_Clear();
-  return std::string("an exception of type ") + Py_TYPE(exception.ptr())->tp_name +
+  return std::string("an exception of type ") + nb::type_name(exception.type()).c_str() +
          ", whose repr() raises";
 }
 
