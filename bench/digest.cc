@@ -86,7 +86,7 @@ class DigestBench {
       });
     }
     for (std::thread& thread : team) thread.join();
-    for (uint64_t sum : sums) kept_ += sum;
+    for (uint64_t sum : sums) kept_ = kept_ + sum;
   }
 
   SharedPages memory_;

@@ -12,6 +12,9 @@ endif()
 
 add_library(bascule_flags INTERFACE)
 target_compile_options(bascule_flags INTERFACE -Wall -Wextra -Wshadow -Wno-missing-field-initializers)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+  target_compile_options(bascule_flags INTERFACE -Wno-restrict)  # gcc bug 105651: std::string's +
+endif()
 target_include_directories(bascule_flags INTERFACE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
 target_compile_features(bascule_flags INTERFACE cxx_std_20)
 if(BASCULE_SANITIZE)

@@ -63,8 +63,8 @@ int64_t CacheBytesOfOneCpu() {
 // What is written beyond this is streamed past the caches: with plain stores each line would be
 // read before it is written. Three quarters of one CPU's share, as glibc's memcpy has it.
 int64_t StreamBeyondBytes() {
-  static const int64_t bytes = std::max<int64_t>(1 << 20, CacheBytesOfOneCpu() / 4 * 3);
-  return bytes;
+  static const int64_t kBytes = std::max<int64_t>(1 << 20, CacheBytesOfOneCpu() / 4 * 3);
+  return kBytes;
 }
 
 // Operations [first, last), or elements [begin, end) of the one operation `first`.
