@@ -181,6 +181,32 @@ def test_a_restarted_rank_is_found_by_the_others(start: StartJob) -> None:
         assert error is None, error
 
 
+_KEPT_ALIVE = pytest.mark.xfail(
+    reason="the coordinator hears a rank that is dead as long as a call of it waits there"
+)
+
+
+@_KEPT_ALIVE
+@pytest.mark.parametrize("call", ["publish", "wait"])
+def test_a_trainer_that_dies_while_it_waits_is_gone_like_any_other(
+    start: StartJob, call: str
+) -> None:
+    """8, 13: What a dead rank asked for is no sign of life; its successor may join at once."""
+    with start(start=call == "wait") as job:
+        if call == "publish":
+            job.start_coordinator()
+            job.connect_all(["trainer 0"])
+        else:
+            job.publish(1)
+            job.trainer(0).ask("publish", version=2, timeout=10)
+        waiting = job.trainer(0).begin(call, version=2, timeout=20)
+        time.sleep(0.3)
+        assert not waiting.done
+        job.trainer(0).kill()
+        job.wait_gone("trainer 0", timeout=5)
+        job.connect("trainer 0", timeout=5).result()
+
+
 # ---- hung and busy ----------------------------------------------------------------------------
 
 

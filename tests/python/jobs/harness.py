@@ -45,8 +45,6 @@ class Shape:
     engines: dict[str, int] = field(default_factory=lambda: {"e0": 2})
     replicas: bool = False
     bulk: int = 0
-    trainer_experts: dict[str, int] | None = None
-    engine_experts: dict[str, int] | None = None
 
 
 #: What the fixture ``start`` is: makes a job with the arguments of `Job`.
@@ -111,6 +109,8 @@ class Job:
         self.job_options = job_options or {}
         self.members: dict[str, Process] = {}
         self.everyone: list[Process] = []
+        #: Where the experts of "trainers" and of engines are now, if not where they were at first.
+        self.experts: dict[str, dict[str, int]] = {}
         self.term = 0  # of what was published last
         self.values: dict[tuple[int, int], int] = {}
         if start:
@@ -174,24 +174,37 @@ class Job:
         changes
             Of the arguments; ``job`` holds those of `bascule.Job`.
         """
-        role, number = ("trainer", name) if name.startswith("trainer") else ("rollout", name)
-        rank = int(number.split()[-1])
+        role = "trainer" if name.startswith("trainer") else "rollout"
+        rank = int(name.split()[-1])
         process = self.spawn(name, role)
         job = self.options(**changes.pop("job", {}))
-        shape: dict[str, Any] = {"bulk": self.shape.bulk}
         if role == "trainer":
-            shape |= {"replicas": self.shape.replicas, "experts": self.shape.trainer_experts}
             arguments = {"world": self.shape.trainers, **self.trainer_options}
         else:
             engine = name.split()[0]
-            shape |= {"experts": self.shape.engine_experts}
             arguments = {
                 "engine": engine,
                 "world": self.shape.engines[engine],
                 **self.rollout_options,
             }
-        arguments |= {"rank": rank, "timeout": timeout, "job": job, "shape": shape, **changes}
+        arguments |= {"rank": rank, "timeout": timeout, "job": job, "shape": self.shape_of(name)}
+        arguments |= changes
         return process.begin("connect", **arguments)
+
+    def shape_of(self, name: str) -> dict[str, Any]:
+        """Return how the weights of a member are cut.
+
+        Parameters
+        ----------
+        name
+            As in `names`.
+        """
+        shape: dict[str, Any] = {"bulk": self.shape.bulk}
+        trainer = name.startswith("trainer")
+        if trainer:
+            shape["replicas"] = self.shape.replicas
+        experts = self.experts.get("trainers" if trainer else name.split()[0])
+        return shape if experts is None else {**shape, "experts": experts}
 
     def connect_all(self, names: Iterable[str], *, timeout: float = _SOON) -> None:
         """Start members, all at once, and wait until they are connected."""
@@ -296,7 +309,7 @@ class Job:
         ranks = self.engine(engine)
         while True:
             if met:
-                errors = self._update_in_turn(ranks, attempt)
+                errors, _ = self.update_in_turn(ranks, attempt)
             else:
                 errors = self.errors(self.begin_all(ranks, "update", timeout=attempt))
             met += [error for error in errors if error is not None]
@@ -312,17 +325,30 @@ class Job:
                 process.ask("engine_servable", timeout=attempt)
         return met
 
-    def _update_in_turn(
+    def update_in_turn(
         self, ranks: Sequence[Process], timeout: float
-    ) -> Sequence[CallError | None]:
+    ) -> tuple[list[CallError | None], list[int | None]]:
+        """Update once, each rank polling after the one before; errors, and what was committed.
+
+        Parameters
+        ----------
+        ranks
+            Of an engine, rank 0 first.
+        timeout
+            Seconds for each step.
+        """
         polls: list[Call] = []
         for process in ranks:
             polls.append(process.begin("poll", timeout=timeout))
             polls[-1].error()
         errors = self.errors(polls)
-        if any(errors) or any(poll.result() is None for poll in polls):
-            return errors
-        return self.errors(self.begin_all(ranks, "finish", timeout=timeout))
+        if any(errors):
+            return errors, []
+        if any(poll.result() is None for poll in polls):
+            return errors, [None]
+        calls = self.begin_all(ranks, "finish", timeout=timeout)
+        errors = self.errors(calls)
+        return errors, [] if any(errors) else [call.result() for call in calls]
 
     def expect(self, value: int, engine: str = "e0", *, servable: bool = True) -> None:
         """Check that the bytes of every rank of an engine are those of a version, and it serves.
@@ -364,7 +390,7 @@ class Job:
                 return
             assert time.monotonic() < end, f"after {timeout} s these are out still: {out}"
             calls = [
-                self[name].begin("reconnect", timeout=_SOON)
+                self[name].begin("reconnect", timeout=_SOON, shape=self.shape_of(name))
                 if self[name].alive
                 else self.connect(name)
                 for name in out
@@ -387,7 +413,9 @@ class Job:
         for process, found in zip(processes, seen, strict=True):
             if found["why_not"] is None:
                 assert found["serving"] is not None, (process.name, found)
-                assert found["holds"] == self.value_of(found["serving"]), (process.name, found)
+                if not found["fresh"]:
+                    value = self.value_of(found["serving"])
+                    assert found["holds"] == value, (process.name, found)
                 assert found["state"] in ("IDLE", "STAGING", "READY", "VERIFIED"), found
             if found["state"] in ("POISONED", "IN_DOUBT", "COMMITTING", "DECIDED"):
                 assert found["why_not"] is not None, (process.name, found)
@@ -455,14 +483,12 @@ class Job:
 
     def overdue(self) -> list[tuple[str, str, float]]:
         """Return the calls that ended long after their deadline: who, what, seconds late."""
-        found = []
-        for process in self.everyone:
-            for call in process.calls:
-                if call.took is not None and not call.stopped:
-                    late = call.took - call.timeout
-                    if late > _GRACE:
-                        found.append((process.name, call.name, late))
-        return found
+        return [
+            (process.name, call, late)
+            for process in self.everyone
+            for call, late in process.late
+            if late > _GRACE
+        ]
 
     def close(self) -> None:
         """Kill everything."""

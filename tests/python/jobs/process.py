@@ -220,7 +220,9 @@ class Process:
 
     def __init__(self, zygote: Zygote, name: str, role: str, folder: Path) -> None:
         self.name = name
-        self.calls: list[Call] = []
+        #: Calls that ended later than their deadlines: which, and seconds.
+        self.late: list[tuple[str, float]] = []
+        self.ended_by_us = False
         self._zygote = zygote
         self._log = folder / f"{name.replace(' ', '-')}-{time.monotonic_ns()}.log"
         stdin, ours_in = os.pipe()
@@ -245,6 +247,9 @@ class Process:
             with self._lock:
                 call = self._pending.pop(answer["id"])
             call.resolve(answer)
+            late = answer["took"] - call.timeout
+            if late > 0 and not call.stopped:
+                self.late.append((call.name, late))
         with self._lock:
             self._over = True
             pending = list(self._pending.values())
@@ -268,7 +273,6 @@ class Process:
         with self._lock:
             number = self._next
             self._next += 1
-            self.calls.append(begun)
             if not self._over:
                 self._pending[number] = begun
         if number not in self._pending:
@@ -295,6 +299,8 @@ class Process:
 
     def signal(self, number: int) -> None:
         """Send a signal; nothing happens where it is gone."""
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            self.ended_by_us = True
         if self.alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)

@@ -12,9 +12,11 @@ import contextlib
 import copy
 import ctypes
 import functools
+import gc
 import json
 import os
 import resource
+import selectors
 import signal
 import sys
 import threading
@@ -121,10 +123,11 @@ class Process:
                 memory[i] ^= 1
         return len(regions)
 
-    def reconnect(self, *, timeout: float) -> object:
-        """Close, and connect anew as before."""
+    def reconnect(self, *, timeout: float, shape: dict[str, Any] | None = None) -> object:
+        """Close, and connect anew as before, but perhaps in another shape."""
         self.close(timeout=1.0)
-        return self.connect_again(timeout=timeout)
+        changes = {} if shape is None else {"shape": shape}
+        return self._connect(timeout=timeout, **changes)
 
     def connect_again(self, *, timeout: float) -> object:
         """Connect as before, after that failed."""
@@ -227,6 +230,13 @@ class Trainer(Process):
         """Leave."""
         self._sender.close(timeout=timeout)
 
+    def drop(self, *, timeout: float = 1.0) -> None:
+        """Leave, and let go of everything."""
+        self._sender.close(timeout=timeout)
+        self._publications.clear()
+        del self._sender
+        gc.collect()
+
 
 class Rollout(Process):
     """A rollout rank."""
@@ -250,6 +260,7 @@ class Rollout(Process):
         self._memory = model.engine_memory(rank, world, **shape)
         self._update: bascule.Update | None = None
         self._hook_calls: list[int] = []
+        self._fresh = False
         with _room(options.pop("room", None)):
             self._receiver = bascule.WeightReceiver.connect(
                 job,
@@ -295,6 +306,7 @@ class Rollout(Process):
     def commit(self, *, timeout: float) -> None:
         """Decide and switch."""
         self._current.commit(timeout=timeout)
+        self._fresh = False
 
     def abort(self, *, timeout: float) -> None:
         """Give the update up."""
@@ -317,7 +329,10 @@ class Rollout(Process):
         self._receiver.check_engine_servable(timeout=timeout)
 
     def look(self) -> dict[str, Any]:
-        """Return state, version served, whether it may generate, and what the bytes are."""
+        """Return state, version served, whether it may generate, and what the bytes are.
+
+        ``fresh``: the memory was replaced and nothing has landed in it yet.
+        """
         before = self._receiver.serving
         servable: dict[str, Any] | None = None
         try:
@@ -329,6 +344,7 @@ class Rollout(Process):
             "serving": None if before is None else list(before),
             "why_not": servable,
             "holds": self._memory.holds(),
+            "fresh": self._fresh,
         }
 
     def state(self) -> str:
@@ -393,13 +409,14 @@ class Rollout(Process):
                 break
             time.sleep(0.01)
         update.commit(timeout=left())
+        self._fresh = False
         return update.id.version
 
     def update_layout(self, *, timeout: float, shape: dict[str, Any]) -> None:
         """Put everything into new memory, cut otherwise; the old memory is let go."""
         memory = model.engine_memory(self._rank, self._world, **shape)
         self._receiver.update_layout(memory.layout, timeout=timeout)
-        self._memory = memory
+        self._memory, self._fresh = memory, True
 
     def close(self, *, timeout: float = 1.0) -> None:
         """Leave."""
@@ -451,6 +468,28 @@ def _run(process: Process, request: dict[str, Any], answers: _Answers) -> None:
     answers.send(answer)
 
 
+def _lines() -> Iterator[str]:
+    """Yield the lines of stdin; signals are handled at once, whenever they come."""
+    wake, wakeup = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup)
+    stdin = sys.stdin.fileno()
+    held = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(stdin, selectors.EVENT_READ)
+        selector.register(wake, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                data = os.read(key.fd, 1 << 16)
+                if key.fd == wake:
+                    continue
+                if not data:
+                    return
+                *lines, held = (held + data).split(b"\n")
+                yield from (line.decode() for line in lines)
+
+
 def serve(role: str) -> None:
     """Do what the lines say until they end.
 
@@ -466,7 +505,7 @@ def serve(role: str) -> None:
     signal.signal(signal.SIGTERM, terminate)
     process = ROLES[role]()
     answers = _Answers()
-    while line := sys.stdin.readline():
+    for line in _lines():
         request: dict[str, Any] = json.loads(line)
         if request["call"] == "stall":
             answers.send({"id": request["id"], "ok": None, "took": 0.0})
