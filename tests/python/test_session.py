@@ -270,7 +270,7 @@ class NoTextError(Exception):
 
 @pytest.mark.parametrize(
     ("raised", "text"),
-    [(NoReprError(), "type NoReprError"), (NoTextError(), r"raised half \ud800")],
+    [(NoReprError(), "NoReprError, whose repr() raises"), (NoTextError(), r"raised half \ud800")],
 )
 def test_a_hook_may_raise_what_has_no_text(raised: Exception, text: str) -> None:
     def hook(done: bascule.VersionId) -> None:
