@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import re
 import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -299,7 +301,7 @@ def test_a_reader_that_dies_does_not_wedge_the_source(start: StartJob) -> None:
     """8: A connection that ends gives its leases back; a source keeps nothing of its readers."""
     with start(engines={"e0": 1, "e1": 1}) as job:
         job.publish(1)
-        for _ in range(3):
+        for _ in range(2):
             dying = job.rank(0)
             dying.ask("poll", timeout=10)
             job.trainer(1).stop()
@@ -769,6 +771,23 @@ def test_experts_that_move_while_an_update_is_staged(start: StartJob) -> None:
         assert job.rank(1).error("audit", timeout=10) is None
 
 
+def test_new_memory_is_not_servable_before_it_has_weights(start: StartJob) -> None:
+    """12, 17: A rank that was given other memory serves no version until the next commit.
+
+    What it served is offered again.
+    """
+    with start() as job:
+        job.publish(1)
+        job.update(1)
+        job.rank(1).ask("update_layout", timeout=10, shape={})
+        error = job.rank(1).error("servable")
+        assert error is not None
+        assert error.type == "Unavailable"
+        assert job.rank(0).error("engine_servable", timeout=5) is not None
+        job.serve(1)
+        job.check_engine(values=[1])
+
+
 def test_rank_numbers_that_collide(start: StartJob) -> None:
     """18: A second live rank with one number is refused and both are named; so is a local rank."""
     with start() as job:
@@ -820,3 +839,18 @@ def test_sixty_updates_leave_nothing_behind(start: StartJob) -> None:
             assert now["threads"] <= was["threads"] + 4, name
             assert now["rss"] - was["rss"] < 4 << 20, name
         assert job.rank(0).ask("report")["peak_extra_bytes"] > 0
+
+
+# ---- the table --------------------------------------------------------------------------------
+
+
+def test_the_table_of_faults_names_every_test_and_no_other() -> None:
+    """docs/faults.md and the files of these tests tell of the same tests."""
+    folder = Path(__file__).parent
+    table = (folder.parents[1] / "docs" / "faults.md").read_text()
+    named = set(re.findall(r"`(test_[a-z0-9_]+)`", table))
+    there: set[str] = set()
+    for path in folder.glob("test_faults*.py"):
+        there |= set(re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE))
+    there.remove("test_the_table_of_faults_names_every_test_and_no_other")
+    assert named == there

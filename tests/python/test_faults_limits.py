@@ -63,8 +63,8 @@ def test_descriptors_used_up_where_others_connect(start: StartJob, name: str) ->
             assert job.rank(1).error("poll", timeout=1) is not None
         poor.ask("give_back_descriptors")
         if name == "coordinator":
-            job.rank(1).ask("connect_again", timeout=8)
-        job.serve(1, timeout=8)
+            job.rank(1).ask("connect_again", timeout=5)
+        job.serve(1, timeout=5)
 
 
 # ---- memory -----------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def test_random_faults(soak_zygote: Zygote, tmp_path: Path, seed: int) -> None:
 
     Every committed version is checked byte for byte on every rank, and nothing that lives leaks.
     """
-    figures = Soak(soak_zygote, tmp_path, Options(seconds=7, seed=seed)).run()
+    figures = Soak(soak_zygote, tmp_path, Options(seconds=6, seed=seed)).run()
     assert figures.wrong == []
     assert figures.published > 0
     assert set(figures.commits) == {"e0", "e1", "e2"}

@@ -413,9 +413,7 @@ class Job:
         for process, found in zip(processes, seen, strict=True):
             if found["why_not"] is None:
                 assert found["serving"] is not None, (process.name, found)
-                if not found["fresh"]:
-                    value = self.value_of(found["serving"])
-                    assert found["holds"] == value, (process.name, found)
+                assert found["holds"] == self.value_of(found["serving"]), (process.name, found)
                 assert found["state"] in ("IDLE", "STAGING", "READY", "VERIFIED"), found
             if found["state"] in ("POISONED", "IN_DOUBT", "COMMITTING", "DECIDED"):
                 assert found["why_not"] is not None, (process.name, found)

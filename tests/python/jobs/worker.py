@@ -260,7 +260,6 @@ class Rollout(Process):
         self._memory = model.engine_memory(rank, world, **shape)
         self._update: bascule.Update | None = None
         self._hook_calls: list[int] = []
-        self._fresh = False
         with _room(options.pop("room", None)):
             self._receiver = bascule.WeightReceiver.connect(
                 job,
@@ -306,7 +305,6 @@ class Rollout(Process):
     def commit(self, *, timeout: float) -> None:
         """Decide and switch."""
         self._current.commit(timeout=timeout)
-        self._fresh = False
 
     def abort(self, *, timeout: float) -> None:
         """Give the update up."""
@@ -329,10 +327,7 @@ class Rollout(Process):
         self._receiver.check_engine_servable(timeout=timeout)
 
     def look(self) -> dict[str, Any]:
-        """Return state, version served, whether it may generate, and what the bytes are.
-
-        ``fresh``: the memory was replaced and nothing has landed in it yet.
-        """
+        """Return state, version served, whether it may generate, and what the bytes are."""
         before = self._receiver.serving
         servable: dict[str, Any] | None = None
         try:
@@ -344,7 +339,6 @@ class Rollout(Process):
             "serving": None if before is None else list(before),
             "why_not": servable,
             "holds": self._memory.holds(),
-            "fresh": self._fresh,
         }
 
     def state(self) -> str:
@@ -409,14 +403,13 @@ class Rollout(Process):
                 break
             time.sleep(0.01)
         update.commit(timeout=left())
-        self._fresh = False
         return update.id.version
 
     def update_layout(self, *, timeout: float, shape: dict[str, Any]) -> None:
         """Put everything into new memory, cut otherwise; the old memory is let go."""
         memory = model.engine_memory(self._rank, self._world, **shape)
         self._receiver.update_layout(memory.layout, timeout=timeout)
-        self._memory, self._fresh = memory, True
+        self._memory = memory
 
     def close(self, *, timeout: float = 1.0) -> None:
         """Leave."""
