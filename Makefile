@@ -28,7 +28,7 @@ DEFINES := BASCULE_BUILD_TESTS=ON BASCULE_BUILD_BENCH=ON BASCULE_BUILD_PYTHON=ON
 CXX_FOLDERS := $(wildcard include src tests bench python examples fuzz)
 CXX_FILES = $(shell find $(CXX_FOLDERS) -name '*.cc' -o -name '*.h')
 TIDY_FILES = $(shell find src -name '*.cc')
-PYTHON_FOLDERS = $(wildcard python tests/python examples bench tools/lock tools/docs tools/package tools/package/check_wheel tools/package/notices)
+PYTHON_FOLDERS = $(wildcard python tests/python examples bench tools/lock tools/soak tools/docs tools/package tools/package/check_wheel tools/package/notices)
 
 # The kernel may place a program where the thread sanitizers of gcc 12-13 and clang 14 have their
 # shadow memory; setarch -R keeps it from doing so, where the container lets it.
