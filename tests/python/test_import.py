@@ -6,6 +6,8 @@ import inspect
 import subprocess
 import sys
 
+import pytest
+
 import bascule
 
 
@@ -44,6 +46,7 @@ assert state() == before, (before, state())
 
 
 def test_it_runs_beside_torch_whichever_comes_first() -> None:
+    pytest.importorskip("torch")
     use = "x = torch.ones(3); bascule.Layout.from_arrays({'x': x}).check_destination_coverage()"
     run(f"import bascule, torch; {use}", "-W", "error::ImportWarning")
     run(f"import torch, bascule; {use}", "-W", "error::ImportWarning")
