@@ -297,6 +297,37 @@ def test_a_reader_that_stops_holds_nobody_up(start: StartJob) -> None:
         job.serve(8)
 
 
+def test_a_trainer_gets_its_own_memory_back_from_a_reader_that_stops(start: StartJob) -> None:
+    """8, 14: ``release`` ends by its timeout; what was read before it ended is dropped.
+
+    Readers map the trainer's own memory (``arena="direct"``). One stops in the middle of landing;
+    the trainer goes on to train.
+    """
+    pytest.importorskip("torch")
+    options = {"trainer_options": {"arena": "direct"}, "heartbeat": 1.0}
+    with start(engines={"e0": 1}, shared=True, **options) as job:
+        job.publish(1)
+        job.update(1)
+        job.on_all(job.trainers(), "release", version=1, timeout=1.0)
+        job.publish(2)
+        rank = job.rank(0)
+        rank.ask("poll", timeout=10)
+        job.trainer(1).stop()
+        rank.ask("stage", timeout=20)
+        job.until_state(rank, "STAGING")
+        rank.stop()
+        job.trainer(1).resume()
+        job.on_all(job.trainers(), "release", version=2, timeout=1.0)
+        job.on_all(job.trainers(), "fill", value=3)
+        rank.resume()
+        error = rank.error("wait_staged", timeout=20)
+        assert error is not None
+        assert error.type == "Retired"
+        job.expect(1)
+        job.publish(3)
+        job.serve(3)
+
+
 def test_a_reader_that_dies_does_not_wedge_the_source(start: StartJob) -> None:
     """8: A connection that ends gives its leases back; a source keeps nothing of its readers."""
     with start(engines={"e0": 1, "e1": 1}) as job:

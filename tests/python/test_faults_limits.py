@@ -225,6 +225,24 @@ def test_no_place_for_sockets(start: StartJob, folder: str, says: str) -> None:
             assert says in error.message
 
 
+def test_a_full_disk(start: StartJob, short_folder: Path) -> None:
+    """7: The same where the folder is there and has no room for a socket."""
+    options = {"socket_directory": str(short_folder)}
+    with start(engines={"e0": 1}, start=False, job_options=options) as job:
+        job.start_coordinator()
+        job.connect_all(["trainer 0", "trainer 1"])
+        trainer = job.trainer(0)
+        trainer.ask("close")
+        call = trainer.begin("connect_in_full_folder", folder=str(short_folder), timeout=5.0)
+        error = call.error()
+        if error is None and call.result() is not None:
+            pytest.skip(call.result())
+        assert error is not None
+        assert error.type in ("InvalidArgument", "ResourceExhausted")
+        assert "No space left" in error.message
+        assert str(short_folder) in error.message
+
+
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
     """A folder whose path leaves room for the names of sockets."""

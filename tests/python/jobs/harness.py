@@ -45,6 +45,7 @@ class Shape:
     engines: dict[str, int] = field(default_factory=lambda: {"e0": 2})
     replicas: bool = False
     bulk: int = 0
+    shared: bool = False
 
 
 #: What the fixture ``start`` is: makes a job with the arguments of `Job`.
@@ -72,9 +73,9 @@ class Job:
         Makes the processes.
     folder
         For their logs.
-    trainers, engines, replicas, bulk
+    trainers, engines, replicas, bulk, shared
         What to start: trainer ranks, engines with their numbers of ranks, whether all trainers
-        hold everything, mebibytes of a large tensor.
+        hold everything, mebibytes of a large tensor, whether trainers have shared memory.
     heartbeat
         Seconds.
     trainer_options, rollout_options
@@ -92,6 +93,7 @@ class Job:
         engines: dict[str, int] | None = None,
         replicas: bool = False,
         bulk: int = 0,
+        shared: bool = False,
         heartbeat: float = HEARTBEAT,
         trainer_options: dict[str, Any] | None = None,
         rollout_options: dict[str, Any] | None = None,
@@ -100,7 +102,8 @@ class Job:
     ) -> None:
         self.zygote = zygote
         self.folder = folder
-        self.shape = Shape(trainers, {"e0": 2} if engines is None else engines, replicas, bulk)
+        engines = {"e0": 2} if engines is None else engines
+        self.shape = Shape(trainers, engines, replicas, bulk, shared)
         self.name = f"job-{uuid.uuid4().hex[:8]}"
         self.heartbeat = heartbeat
         self.address = f"127.0.0.1:{_free_port()}"
@@ -202,7 +205,7 @@ class Job:
         shape: dict[str, Any] = {"bulk": self.shape.bulk}
         trainer = name.startswith("trainer")
         if trainer:
-            shape["replicas"] = self.shape.replicas
+            shape |= {"replicas": self.shape.replicas, "shared": self.shape.shared}
         experts = self.experts.get("trainers" if trainer else name.split()[0])
         return shape if experts is None else {**shape, "experts": experts}
 

@@ -113,7 +113,7 @@ class Memory:
         What it binds; kept alive.
     """
 
-    def __init__(self, layout: bascule.Layout, arrays: Sequence[Array]) -> None:
+    def __init__(self, layout: bascule.Layout, arrays: Sequence[Any]) -> None:
         self.layout = layout
         self.arrays = list(arrays)
         native = layout.native
@@ -203,6 +203,7 @@ def trainer_memory(
     replicas: bool = False,
     experts: Mapping[str, int] | None = None,
     bulk: int = 0,
+    shared: bool = False,
 ) -> Memory:
     """Make the weights of a trainer rank: bf16 tensors have masters in fp32, rows are cut.
 
@@ -216,7 +217,10 @@ def trainer_memory(
         The rank that holds each expert; none: cut as everything else.
     bulk
         See `tensors`.
+    shared
+        In shared memory of torch, for ``arena="direct"``.
     """
+    make = _shared_zeros if shared else np.zeros
     builder = LayoutBuilder(Mesh(["dp"], [world]), [rank])
     arrays = []
     for name, (shape, dtype) in tensors(bulk).items():
@@ -226,7 +230,7 @@ def trainer_memory(
         if experts is not None and number is not None:
             cut = {"dp": at(experts[number])}
         stored = DType.F32 if dtype is DType.BF16 else dtype
-        arrays += _add(builder, Block.of(tensor, cut), name, stored)
+        arrays += _add(builder, Block.of(tensor, cut), name, stored, make)
     return Memory(builder.build(), arrays)
 
 
@@ -275,11 +279,21 @@ def engine_memory(
     return Memory(builder.build(), arrays)
 
 
-def _add(builder: LayoutBuilder, block: Block, name: str, dtype: DType) -> list[Array]:
+def _shared_zeros(shape: tuple[int, ...], carrier: Any) -> Any:
+    import torch
+
+    carriers = {np.uint32: torch.int32, np.uint16: torch.int16, np.uint8: torch.uint8}
+    tensor: Any = torch.zeros(shape, dtype=carriers[carrier])
+    return tensor.share_memory_()
+
+
+def _add(
+    builder: LayoutBuilder, block: Block, name: str, dtype: DType, make: Any = np.zeros
+) -> list[Any]:
     shape = builder.local_shape(block)
     if shape is None or 0 in shape:
         builder.add(block, name=name)
         return []
-    array = np.zeros(shape, _NUMPY[dtype])
+    array = make(shape, _NUMPY[dtype])
     builder.add(block, array, name=name, dtype=dtype)
     return [array]

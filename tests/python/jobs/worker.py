@@ -74,6 +74,19 @@ def _room(room: int | None) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+def _enter_full_folder(folder: str) -> None:
+    """Let this thread, and those that it starts, see a folder in which nothing can be made."""
+    new_mounts, recursive_private = 0x00020000, 0x44000
+    libc = ctypes.CDLL(None, use_errno=True)
+    none, path = b"none", folder.encode()
+    if (
+        libc.unshare(new_mounts) != 0
+        or libc.mount(none, b"/", None, recursive_private, None) != 0
+        or libc.mount(none, path, b"tmpfs", 0, b"nr_inodes=1") != 0
+    ):
+        raise OSError(ctypes.get_errno(), "no file system can be mounted here")
+
+
 class Process:
     """What every kind of process can do."""
 
@@ -98,6 +111,15 @@ class Process:
             value = max(int(fd) for fd in os.listdir("/proc/self/fd")) + 1
         resource.setrlimit(which, (value, resource.getrlimit(which)[1]))
         return value
+
+    def connect_in_full_folder(self, folder: str, *, timeout: float) -> str | None:
+        """Connect as before, with no room for sockets; None where that cannot be had."""
+        try:
+            _enter_full_folder(folder)
+        except OSError as error:
+            return str(error)
+        self._connect(timeout=timeout)
+        return None
 
     def use_up_descriptors(self, left: int) -> int:
         """Open files until only some descriptors are left; how many were opened."""
