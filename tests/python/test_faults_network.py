@@ -278,6 +278,26 @@ def test_a_version_of_an_earlier_life_is_not_taken_for_one_of_this(
     assert job.on_all(job.engine(), "holds") == [60, 60]
 
 
+def test_the_trainer_that_hosts_the_coordinator_restarts(start: StartJob) -> None:
+    """8, 9: Rank 0 takes the coordinator with it and comes back with another one, in a new term."""
+    with start(start=False, heartbeat=0.5) as job:
+        host = {"coordinator": "here", "listen": job.address}
+        job.connect("trainer 0", job=host).result()
+        job.connect_all(["trainer 1", "e0 rank 0", "e0 rank 1"])
+        old = job.publish(7)
+        job.update(7)
+        job.trainer(0).kill()
+        job.expect(7)
+        for error in job.errors(job.begin_all(job.engine(), "poll", timeout=0.5)):
+            assert error is not None
+            assert error.type in ("Unavailable", "DeadlineExceeded")
+        job.connect("trainer 0", job=host).result()
+        job.trainer(1).ask("reconnect", timeout=20)
+        assert job.publish(1, value=70) > old
+        job.serve(1)
+        job.expect(70)
+
+
 def test_the_coordinator_is_away_for_long(start: StartJob) -> None:
     """8: What was published is read and decided without it; it is rebuilt from its members."""
     with start(heartbeat=0.5) as job:
