@@ -212,6 +212,26 @@ def test_a_trainer_that_dies_between_the_checks_and_the_sums_of_a_landing(
     job.look([rank])
 
 
+@pytest.mark.xfail(reason="what a trainer that closes answers is taken for the reader's own end")
+def test_a_trainer_that_closes_does_not_close_its_readers(
+    cut: Callable[..., tuple[Job, Proxy]],
+) -> None:
+    """10: A rank is told ``Closed`` only when it was closed itself."""
+    job, proxy = cut("trainer 1", engines={}, heartbeat=0.5)
+    job.publish(1)
+    job.shape.engines = {"e0": 1}
+    job.connect("e0 rank 0").result()
+    proxy.hold()  # the trainer asks for the plan of the late engine, and gets no answer
+    rank = job.rank(0)
+    rank.ask("poll", timeout=5)
+    rank.ask("stage", timeout=8)
+    time.sleep(0.5)
+    job.trainer(1).ask("close", timeout=1.0)
+    error = rank.error("wait_staged", timeout=10)
+    assert error is not None
+    assert error.type != "Closed"
+
+
 # ---- lives of the coordinator -----------------------------------------------------------------
 
 _OLD_TERM = pytest.mark.xfail(
